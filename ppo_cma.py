@@ -1,0 +1,953 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch>=2.7,<2.14", "gymnasium[mujoco]>=1.1,<2", "mujoco>=3.13,<4", "numpy", "tensorboard",
+#     "tqdm", "tyro>=0.9",
+# ]
+# ///
+"""PPO-CMA: Proximal Policy Optimization with Covariance Matrix Adaptation, in one file.
+
+Hämäläinen, Babadi, Ma & Lehtinen, MLSP 2020, https://arxiv.org/abs/1810.02541. Each iteration:
+
+    1. play whole episodes with a ~ N(mu(s), var(s)) until N environment steps are reached
+    2. fit the critic to Monte-Carlo returns; A = GAE(lambda) / std(A), never centred
+    3. variance network:  min  -E_H[ max(A, 0) log N(a | mu, var) ]      over the last H iterations
+    4. mean network:      min  -E  [ max(A, 0) log N(a | mu, var) ]      over this iteration
+                               -E  [ max(-A, 0) k(a) log N(2 mu_old - a | mu, var) ]   (mirroring)
+
+The variance comes first and measures deviations from the mean not yet moved, so it grows along
+the direction of progress, as the rank-mu update of CMA-ES does; that is what prevents PPO's early
+loss of exploration. Mirroring makes a negative advantage at `a` a positive one on the other side.
+
+    python ppo_cma.py --env-id Humanoid-v4                          # train (10M steps), CPU or GPU
+    python ppo_cma.py --env-id Hopper-v4 --iter-steps 8000 --total-timesteps 1000000
+    python ppo_cma.py --env-id MountainCarContinuous-v0 --iter-steps 4000 --minibatch-size 2048
+    python ppo_cma.py --resume runs/RUN                             # go on where it stopped
+    python ppo_cma.py --evaluate runs/RUN --capture-video           # play with the mean action
+
+Scores, steps, seeds and times: README.md, from the tables in benchmark/results. `--iter-steps` (N)
+is the parameter to tune: 4k for toys, 8k for planar robots, 32k for 3-D ones.
+
+Where the paper and its code differ, this follows the code that made the published curves (dense
+skip connections, the 1/2 in the log-density, a mirror kernel averaged over action dimensions). One
+difference: the value after an episode's last step is 0, whatever ended it; the critic sees time.
+Left out on purpose: discrete or unbounded actions, gradient clipping, learning-rate annealing,
+bootstrapping at time limits.
+"""
+
+import contextlib
+import csv
+import difflib
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import pickle
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import tyro
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+MODES = ("ppo-cma-m", "ppo-cma", "ppo", "pg", "pg-pos")
+
+
+def alias(*names: str):
+    return tyro.conf.arg(aliases=names)
+
+
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem
+    """the name of this experiment"""
+    seed: int = 1
+    """seed of everything: networks, actions, minibatches and each episode's reset"""
+    torch_deterministic: bool = True
+    """if toggled, `torch.backends.cudnn.deterministic=True`"""
+    cuda: bool = True
+    """use a GPU if there is one (networks this small gain little from it)"""
+    num_threads: int = 1
+    """CPU threads for torch; more than one rarely pays for networks of this size"""
+    compile: bool = False
+    """compile the networks with torch.compile: same results to rounding"""
+    track: bool = False
+    """also log to Weights and Biases"""
+    wandb_project_name: str = "ppo"
+    """the wandb project's name"""
+    wandb_entity: str | None = None
+    """the entity (team) of the wandb project"""
+    capture_video: bool = False
+    """record the evaluation episodes (after training, or with --evaluate) into RUN/videos"""
+    render: bool = False
+    """show environment 0 in a window while training"""
+    save_model: bool = False
+    """also save the weights alone, as RUN/{exp_name}.cleanrl_model"""
+    run_dir: Path | None = None
+    """the run's folder; default runs/{env_id}__{exp_name}__{seed}__{time}"""
+    run_suffix: str = ""
+    """appended to the default folder's name"""
+    resume: Path | None = None
+    """continue the run in this folder, with its own arguments"""
+    evaluate: Path | None = None
+    """play episodes with the mean action of the agent saved in this folder, and exit"""
+    eval_episodes: int = 10
+    """episodes played by --evaluate"""
+    checkpoint_interval: int = 10
+    """iterations between checkpoints"""
+
+    # Algorithm specific arguments
+    env_id: Annotated[str, alias("--env-name")] = "Humanoid-v4"
+    """the environment: a gymnasium id with a finite Box of actions"""
+    env_backend: Literal["gymnasium", "envpool"] = "gymnasium"
+    """who steps the environments; envpool uses a thread for each (pip install envpool)"""
+    total_timesteps: Annotated[int, alias("--max-steps")] = 10_000_000
+    """environment steps of the whole run; the last iteration may overshoot"""
+    num_envs: int = 1
+    """environments played side by side; their whole episodes are pooled"""
+    action_repeat: int = 2
+    """environment steps for which an action is held; their rewards are summed"""
+    mode: Annotated[str, alias("-m")] = "ppo-cma-m"
+    """ppo-cma-m (with mirroring), ppo-cma, ppo, or the didactic pg and pg-pos"""
+    iter_steps: int = 32_000
+    """N: environment steps per iteration, rounded up to whole episodes"""
+    minibatch_size: Annotated[int, alias("--batch-size")] = 512
+    """M: decisions per minibatch, for every network"""
+    n_updates: int = 100
+    """minibatches per iteration, for each of critic, variance and mean"""
+    history_buffer_size: int = 9
+    """H: iterations whose samples train the variance"""
+    learning_rate: Annotated[float, alias("-lr")] = 5e-4
+    """Adam's, constant, for every network"""
+    gamma: float = 0.99
+    """discount factor per decision"""
+    gae_lambda: float = 0.95
+    """lambda of the generalized advantage estimate"""
+    clip_coef: Annotated[float, alias("--ppo-epsilon")] = 0.2
+    """epsilon of the clipped surrogate, mode ppo only"""
+    ent_coef: Annotated[float, alias("--ppo-ent-l-w")] = 0.0
+    """weight of the entropy bonus, mode ppo only"""
+    num_iterations: int = 0
+    """has no effect: total-timesteps and iter-steps set it"""
+
+
+# A resumed run may change these; every other argument is the run's own.
+CHANGEABLE = {
+    "cuda", "num_threads", "compile", "track", "wandb_project_name", "wandb_entity", "render",
+    "capture_video", "save_model", "run_dir", "run_suffix", "resume", "evaluate", "eval_episodes",
+    "checkpoint_interval", "total_timesteps", "num_iterations",
+}  # fmt: skip
+
+
+def fail(message: str):
+    """One line on standard error, exit code 2."""
+    print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
+
+    def parse(default: Args) -> Args:
+        errors = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(errors):
+                return tyro.cli(Args, args=argv, default=default, description=__doc__)
+        except SystemExit as end:
+            if not end.code:
+                raise
+        # tyro frames its message; the text is what stands between the frame's first two rules
+        text = re.split(r"╮|─{9,}[\s│╰]", errors.getvalue())[1]
+        fail(f"{re.sub('[│─╭╰]+', ' ', text)} (see --help)")
+
+    args = parse(Args())
+    if args.resume and args.evaluate:
+        fail("--resume continues training and --evaluate plays: give one of them")
+    if args.resume or args.evaluate:
+        saved = load_checkpoint(args.resume or args.evaluate)["args"]
+        args = parse(Args(**saved))
+        for name in () if args.evaluate else saved.keys() - CHANGEABLE:
+            if getattr(args, name) != saved[name]:
+                flag = f"--{name.replace('_', '-')}"
+                fail(f"{flag}: the run to resume has {saved[name]!r}; it can't change in mid-run")
+    args.mode = args.mode.lower().replace("_", "-")
+    if args.mode not in MODES:
+        fail(f"--mode {args.mode}: choose one of {', '.join(MODES)}")
+    for name, value in asdict(args).items():
+        if type(value) is int and value < (name not in ("seed", "num_iterations")):
+            fail(f"--{name.replace('_', '-')} {value}: too small")
+    if not args.learning_rate > 0:
+        fail(f"--learning-rate {args.learning_rate}: must be above 0")
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(args, name) <= 1:
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must lie in [0, 1]")
+    if args.capture_video and not importlib.util.find_spec("moviepy"):
+        fail("--capture-video needs moviepy: pip install moviepy")
+    if args.num_iterations:
+        print("--num-iterations has no effect: --total-timesteps and --iter-steps set it")
+    return args
+
+
+# --- environments ---------------------------------------------------------------------------------
+
+
+def make_env(env_id: str, **kwargs) -> gym.Env:
+    """A gymnasium environment with flat observations; one clear line if there is no such thing."""
+    gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
+    try:
+        if env_id.startswith("dm_control/"):
+            import shimmy  # noqa: F401  (registers the ids)
+        env = gym.make(env_id, disable_env_checker=True, **kwargs)
+    except (gym.error.Error, ImportError) as error:
+        near = difflib.get_close_matches(env_id, gym.registry, n=3)
+        fail(f"--env-id {env_id}: {error} (near: {', '.join(near) or 'nothing'})")
+    return gym.wrappers.FlattenObservation(env) if env.observation_space.shape is None else env
+
+
+class GymnasiumEnvs:
+    """`num_envs` gymnasium environments, stepped one after the other in this process."""
+
+    def __init__(self, args: Args, **kwargs):
+        render = ["human" if args.render else None] + [None] * (args.num_envs - 1)
+        self.envs = [make_env(args.env_id, render_mode=mode, **kwargs) for mode in render]
+        self.single_observation_space = self.envs[0].observation_space
+        self.single_action_space = self.envs[0].action_space
+
+    def reset(self, i: int, seed: int) -> np.ndarray:
+        """Start an episode in environment i; its first observation [D]."""
+        return self.envs[i].reset(seed=seed)[0].astype(np.float32)
+
+    def step(self, ids: np.ndarray, actions: np.ndarray):
+        """One step in each of the environments `ids`; observations [K, D], rewards, dones [K]."""
+        obs, rewards, terminated, truncated, _ = zip(
+            *(self.envs[i].step(action) for i, action in zip(ids, actions)), strict=True
+        )
+        return np.array(obs, np.float32), np.array(rewards), np.array(terminated) | truncated
+
+    def close(self):
+        for env in self.envs:
+            env.close()
+
+
+class EnvPoolEnvs:
+    """The same over EnvPool: the environments `ids` step in parallel threads."""
+
+    def __init__(self, args: Args, first_episode: list[int] | None = None):
+        try:
+            import envpool
+        except ImportError:
+            fail("--env-backend envpool: not installed; pip install envpool")
+        episodes = first_episode or [0] * args.num_envs
+        # EnvPool's Humanoid-v4 leaves the contact forces at 0 without post_constraint
+        kwargs = {"post_constraint": True} if re.match("Humanoid.*-v4", args.env_id) else {}
+        try:
+            self.pool = envpool.make(
+                args.env_id, env_type="gymnasium", num_envs=args.num_envs, batch_size=1,
+                seed=[episode_seed(args.seed, i, k) for i, k in enumerate(episodes)], **kwargs,
+            )  # fmt: skip
+        except AssertionError:
+            near = difflib.get_close_matches(args.env_id, envpool.list_all_envs(), n=3)
+            fail(f"--env-id {args.env_id}: EnvPool has no such id (near: {', '.join(near)})")
+        self.single_observation_space = self.pool.observation_space  # EnvPool's is the single one
+        self.single_action_space = self.pool.action_space
+
+    def reset(self, i: int, seed: int) -> np.ndarray:
+        """Start an episode in environment i; EnvPool seeds it from its own generator."""
+        return self.pool.reset(np.array([i]))[0][0].astype(np.float32)
+
+    def step(self, ids: np.ndarray, actions: np.ndarray):
+        self.pool.send(actions, ids)
+        received = sorted((self.pool.recv() for _ in ids), key=lambda r: r[4]["env_id"][0])
+        obs, rewards, terminated, truncated, _ = zip(*received, strict=True)
+        dones = np.concatenate(terminated) | np.concatenate(truncated)
+        return np.concatenate(obs).astype(np.float32), np.concatenate(rewards), dones
+
+    def close(self):
+        self.pool.close()
+
+
+def make_envs(args: Args, **kwargs):
+    return (EnvPoolEnvs if args.env_backend == "envpool" else GymnasiumEnvs)(args, **kwargs)
+
+
+def episode_seed(*key: int) -> int:
+    """The reset seed of an episode from (seed, environment, episode): no two runs share one."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0])
+
+
+def repeat_step(envs, ids: np.ndarray, actions: np.ndarray, action_repeat: int):
+    """Hold each action for `action_repeat` steps or to its episode's end.
+
+    Returns observations [K, D], summed rewards [K], dones [K] and the steps taken [K].
+    """
+    obs, rewards, dones = envs.step(ids, actions)
+    steps = np.ones(len(ids), int)
+    for _ in range(action_repeat - 1):
+        on = np.flatnonzero(~dones)
+        if len(on):
+            obs[on], more_rewards, dones[on] = envs.step(ids[on], actions[on])
+            rewards[on] += more_rewards
+            steps[on] += 1
+    return obs, rewards, dones, steps
+
+
+# --- agent ----------------------------------------------------------------------------------------
+
+
+class MLP(nn.Module):
+    """Two layers of 128 leaky ReLUs, each concatenated to its own input, and a linear output."""
+
+    def __init__(self, inputs: int, outputs: int, generator: torch.Generator, hidden: int = 128):
+        super().__init__()
+        widths = [(inputs, hidden), (inputs + hidden, hidden), (inputs + 2 * hidden, outputs)]
+        self.layers = nn.ModuleList(nn.Linear(*width) for width in widths)
+        for layer in self.layers:  # rows of unit length, biases 0
+            nn.init.normal_(layer.weight, generator=generator)
+            layer.weight.data /= layer.weight.data.norm(dim=1, keepdim=True)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., inputs] -> [..., outputs]
+        for layer in self.layers[:-1]:
+            x = torch.cat([x, F.leaky_relu(layer(x), 0.1)], dim=-1)
+        return self.layers[-1](x)
+
+    @torch.no_grad()
+    def center(self, x: torch.Tensor):
+        """Set the biases so that every pre-activation has mean 0 over the batch x [B, inputs]."""
+        for layer in self.layers:
+            layer.bias.copy_(-layer.weight @ x.mean(dim=0))
+            x = torch.cat([x, F.leaky_relu(layer(x), 0.1)], dim=-1)
+
+
+def soft_clip(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    return low + (high - low) * torch.sigmoid(x)
+
+
+class Batch(NamedTuple):
+    obs: torch.Tensor  # [B, D], raw
+    actions: torch.Tensor  # [B, A], clipped to the box
+    advantages: torch.Tensor  # [B]
+
+
+class Agent(nn.Module):
+    """The networks, the observation scaler, the optimisers and the history: all that PPO-CMA is.
+
+    `envs` is anything with a gymnasium observation_space (one flat Box) and action_space (a flat,
+    finite Box), single or vectorised; one's own simulator will do. In one's own loop: `act`,
+    `memorize` each transition, `update_with_memorized` after at least one whole episode.
+    `initial_mean` and `initial_std` [A] default to the centre and half the range of the action box.
+    """
+
+    def __init__(
+        self, envs, args: Args | None = None, initial_mean=None, initial_std=None, pretrain=True
+    ):
+        super().__init__()
+        self.args = args = args or Args()
+        obs_space = getattr(envs, "single_observation_space", None) or envs.observation_space
+        action_space = getattr(envs, "single_action_space", None) or envs.action_space
+        check_spaces(obs_space, action_space)
+        low, high = (torch.as_tensor(b).float() for b in (action_space.low, action_space.high))
+        dim, actions = obs_space.shape[0], len(low)
+
+        def constant(value, default):
+            return torch.as_tensor(default if value is None else value).float().expand(actions)
+
+        self.register_buffer("low", low)
+        self.register_buffer("high", high)
+        self.register_buffer("initial_mean", constant(initial_mean, (low + high) / 2).clone())
+        self.register_buffer("initial_std", constant(initial_std, (high - low) / 2).clone())
+        self.register_buffer("logvar_min", torch.full_like(low, 0.01).square().log())
+        self.register_buffer("logvar_max", (high - low).square().log())
+        self.register_buffer("obs_sq_mean", torch.zeros(dim))
+        self.register_buffer("obs_scale", torch.ones(dim))
+        self.updates = 0  # iterations learned so far
+
+        self.generator = torch.Generator().manual_seed(args.seed)  # of all this agent draws
+        separate = args.mode.startswith("ppo-cma")  # the others share one network of 2 A outputs
+        self.mean_net = MLP(dim, actions * (2 - separate), self.generator)
+        self.var_net = MLP(dim, actions, self.generator) if separate else None
+        self.critic = MLP(dim + 1, 1, self.generator)
+        self.optimizers = {
+            name: torch.optim.Adam(net.parameters(), lr=args.learning_rate, eps=1e-8, fused=True)
+            for name, net in self.named_children()
+        }
+        self.history: deque[Batch] = deque(maxlen=args.history_buffer_size)
+        self.running: dict[int, list] = {}  # environment -> transitions of its unfinished episode
+        self.memory: list[list] = []  # finished episodes
+        if pretrain:
+            pretrain_policy(self)
+
+    def policy(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and log-variance [..., A] of the actions at raw observations [..., D]."""
+        x = obs * self.obs_scale
+        if self.var_net is None:
+            mean, logvar = self.mean_net(x).chunk(2, dim=-1)
+        else:
+            mean, logvar = self.mean_net(x), self.var_net(x)
+        return soft_clip(mean, self.low, self.high), soft_clip(
+            logvar, self.logvar_min, self.logvar_max
+        )
+
+    def critic_input(self, obs: torch.Tensor, time: torch.Tensor | float) -> torch.Tensor:
+        """Scaled observation and time feature: decisions since the episode's start / 1000."""
+        time = torch.as_tensor(time, dtype=obs.dtype, device=obs.device).expand(obs.shape[:-1])
+        time = time * (0.001 if self.args.gamma > 0 else 0.0)
+        return torch.cat([obs * self.obs_scale, time.unsqueeze(-1)], dim=-1)
+
+    def get_value(self, obs: torch.Tensor, time: torch.Tensor | float = 0.0) -> torch.Tensor:
+        """V [...] at raw observations [..., D], `time` [...] decisions into the episode."""
+        return self.critic(self.critic_input(obs, time)).squeeze(-1)
+
+    def get_action_and_value(self, obs: torch.Tensor, action=None, time=0.0):
+        """Action (sampled, clipped, unless given), its log-density, entropy and value."""
+        mean, logvar = self.policy(obs)
+        if action is None:
+            noise = torch.randn(mean.shape, generator=self.generator).to(mean)
+            action = torch.clamp(mean + (0.5 * logvar).exp() * noise, self.low, self.high)
+        normal = torch.distributions.Normal(mean, (0.5 * logvar).exp())
+        value = self.get_value(obs, time)
+        return action, normal.log_prob(action).sum(-1), normal.entropy().sum(-1), value
+
+    @torch.inference_mode()
+    def act(self, obs: np.ndarray, deterministic: bool = False) -> np.ndarray:
+        """Actions [A] or [K, A], clipped to the box, at raw observations [D] or [K, D]."""
+        x = torch.as_tensor(obs, dtype=torch.float32, device=self.low.device)
+        mean, std = self.initial_mean, self.initial_std
+        if self.updates > 0:  # the first iteration samples the initial Gaussian itself
+            mean, logvar = self.policy(x)
+            std = (0.5 * logvar).exp()
+        if not deterministic:
+            noise = torch.randn(*x.shape[:-1], len(self.low), generator=self.generator)
+            mean = torch.clamp(mean + std * noise.to(x.device), self.low, self.high)
+        return mean.expand(*x.shape[:-1], len(self.low)).cpu().numpy()
+
+    def memorize(self, obs: np.ndarray, action: np.ndarray, reward: float, done: bool, env=0):
+        """Store a transition; `done` ends the episode of environment `env`, for any reason."""
+        self.running.setdefault(env, []).append((obs, action, reward))
+        if done:
+            self.memory.append(self.running.pop(env))
+
+    def update_with_memorized(self) -> dict[str, float]:
+        """Learn from the finished episodes and forget them; returns the iteration's metrics.
+
+        An episode still running stays, and counts in the update after its end.
+        """
+        if not self.memory:
+            raise ValueError("no finished episode to learn from: memorize one with done=True")
+        returns = [sum(reward for _, _, reward in episode) for episode in self.memory]
+        times = np.concatenate([np.arange(len(episode)) for episode in self.memory])
+        ends = np.concatenate([np.arange(len(ep)) == len(ep) - 1 for ep in self.memory])
+        obs, actions, rewards = zip(*(t for episode in self.memory for t in episode), strict=True)
+        self.memory.clear()
+        metrics = update(
+            self, np.array(obs, np.float32), np.array(actions, np.float32),
+            np.array(rewards, np.float64), times, ends,
+        )  # fmt: skip
+        return {"charts/mean_episodic_return": float(np.mean(returns))} | metrics
+
+
+def check_spaces(obs_space: gym.Space, action_space: gym.Space):
+    box = gym.spaces.Box
+    if not (isinstance(obs_space, box) and len(obs_space.shape) == 1):
+        fail(f"observations are {obs_space}: PPO-CMA needs one flat Box")
+    if not (isinstance(action_space, box) and len(action_space.shape) == 1):
+        fail(f"actions are {action_space}: PPO-CMA needs continuous ones, a flat Box; see ppo.py")
+    if not (np.isfinite(action_space.low).all() and np.isfinite(action_space.high).all()):
+        fail(f"actions are {action_space}: PPO-CMA needs finite bounds; wrap in RescaleAction")
+
+
+# --- algorithm ------------------------------------------------------------------------------------
+
+
+def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float) -> np.ndarray:
+    """Generalized advantage estimate (Schulman et al. 2016, eq. 16), numpy arrays over time.
+
+    rewards, terminated, truncated [T, ...]; values [T + 1, ...]; advantages [T, ...].
+    """
+    deltas = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
+    decays = gamma * gae_lambda * (1.0 - np.maximum(terminated, truncated))
+    advantages = np.zeros_like(deltas)
+    advantage = 0.0
+    for t in reversed(range(len(deltas))):
+        advantages[t] = advantage = deltas[t] + decays[t] * advantage
+    return advantages
+
+
+def normalize_advantages(advantages: np.ndarray, mode: str) -> np.ndarray:
+    """Advantages [B] of one iteration over their deviation. Never centred: signs must survive."""
+    if mode in ("ppo-cma", "pg-pos"):
+        advantages = np.maximum(advantages, 0.0)
+    return advantages / (advantages.std() + 1e-10)
+
+
+def log_density(actions, mean, logvar) -> torch.Tensor:
+    """log N(a | mu, var) [B], without its constant."""
+    return -0.5 * ((actions - mean).square() / logvar.exp() + logvar).sum(-1)
+
+
+def variance_loss(actions, advantages, mean, logvar) -> torch.Tensor:
+    """-E[ max(A, 0) log N(a | mu, var) ]; no gradient reaches the mean."""
+    return -(F.relu(advantages) * log_density(actions, mean.detach(), logvar)).mean()
+
+
+def mean_loss(actions, advantages, mean, logvar, mean_old, mirror: bool) -> torch.Tensor:
+    """The same for the mean, no gradient to the variance; bad actions attract to their mirror image
+    about the old mean, weighted by a Gaussian kernel averaged over the action's dimensions."""
+    logvar = logvar.detach()
+    loss = -(F.relu(advantages) * log_density(actions, mean, logvar)).mean()
+    if mirror:
+        kernel = torch.exp(-0.5 * (actions - mean_old).square() / logvar.exp()).mean(-1)
+        mirrored = log_density(2.0 * mean_old - actions, mean, logvar)
+        loss = loss - (F.relu(-advantages) * kernel * mirrored).mean()
+    return loss
+
+
+def ppo_loss(actions, advantages, mean, logvar, log_density_old, args: Args) -> torch.Tensor:
+    """The clipped surrogate (Schulman et al. 2017, eq. 7) and the entropy bonus, for comparison."""
+    ratio = torch.exp(log_density(actions, mean, logvar) - log_density_old)
+    clipped = torch.clamp(ratio, 1.0 - args.clip_coef, 1.0 + args.clip_coef)
+    surrogate = torch.minimum(ratio * advantages, clipped * advantages).mean()
+    return -surrogate - args.ent_coef * 0.5 * logvar.sum(-1).mean()
+
+
+def pg_loss(actions, advantages, mean, logvar) -> torch.Tensor:
+    """Plain policy gradient, several steps a batch: what goes wrong without the two ideas."""
+    return -(advantages * log_density(actions, mean, logvar)).mean()
+
+
+def uniform_minibatches(size: int, args: Args, generator: torch.Generator) -> torch.Tensor:
+    """Indices [n_updates, min(M, size)] of samples, uniform with replacement."""
+    return torch.randint(size, (args.n_updates, min(args.minibatch_size, size)), generator=generator)
+
+
+def history_minibatches(sizes, batch: int, args: Args, generator: torch.Generator) -> torch.Tensor:
+    """Indices [n_updates, min(M, batch)] into the concatenated iterations of the given sizes.
+
+    An iteration is drawn first, then a sample of it, so that each weighs the same whatever its size.
+    """
+    sizes = torch.tensor(sizes)
+    shape = (args.n_updates, min(args.minibatch_size, batch))
+    slots = torch.randint(len(sizes), shape, generator=generator)
+    within = torch.rand(shape, dtype=torch.float64, generator=generator) * sizes[slots]
+    return (sizes.cumsum(0) - sizes)[slots] + within.long()
+
+
+def fit(name: str, optimizer: torch.optim.Optimizer, minibatches, loss_fn) -> float:
+    """One optimiser step per minibatch on `loss_fn(minibatch)`; the mean loss."""
+    losses = []
+    for minibatch in minibatches:
+        loss = loss_fn(minibatch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    losses = torch.stack(losses).cpu()
+    if not losses.isfinite().all():
+        first = int((~losses.isfinite()).nonzero()[0])
+        raise FloatingPointError(f"the {name} loss is {losses[first]} in minibatch {first}")
+    return losses.mean().item()
+
+
+def pretrain_policy(agent: Agent):
+    """Fit the policy to N(initial_mean, initial_std) at states from N(0, I), before any step."""
+    shape = (256, len(agent.obs_scale))
+    batches = (torch.randn(shape, generator=agent.generator) for _ in range(2000))
+    nets = [net for net in (agent.mean_net, agent.var_net) if net is not None]
+    first = next(batches)
+    for net in nets:
+        net.center(first)
+    parameters = [p for net in nets for p in net.parameters()]
+
+    def loss_fn(x):
+        mean, logvar = agent.policy(x)
+        std_error = (0.5 * logvar).exp() - agent.initial_std
+        return (mean - agent.initial_mean).square().mean() + std_error.square().mean()
+
+    adam = torch.optim.Adam(parameters, lr=agent.args.learning_rate, eps=1e-8, fused=True)
+    fit("pre-training", adam, batches, loss_fn)
+
+
+def update_obs_scale(agent: Agent, obs: torch.Tensor):
+    """Divide observations [B, D] by twice their RMS, every iteration weighing the same. Uncentred;
+    the scale starts at 1 and only shrinks, so small observations are never magnified."""
+    agent.updates += 1
+    agent.obs_sq_mean += (obs.square().mean(dim=0) - agent.obs_sq_mean) / agent.updates
+    scale = 1.0 / (2.0 * agent.obs_sq_mean.sqrt() + 0.001)
+    agent.obs_scale.copy_(torch.minimum(agent.obs_scale, scale))
+
+
+def update(agent: Agent, obs, actions, rewards, times, ends) -> dict[str, float]:
+    """One iteration of learning: scaler, critic, advantages, variance, mean, in this order.
+
+    Whole episodes one after the other: obs [B, D], actions [B, A], rewards [B], times [B] decisions
+    since the episode's start, ends [B] true at its last decision. Raises FloatingPointError, before
+    anything is learned, if the data are not finite, and if a loss or a parameter is not.
+    """
+    args, device, total = agent.args, agent.low.device, len(rewards)
+    for name, array in (("observation", obs), ("action", actions), ("reward", rewards)):
+        if not np.isfinite(array).all():
+            raise FloatingPointError(f"an {name} is not finite")
+    obs, actions = torch.as_tensor(obs, device=device), torch.as_tensor(actions, device=device)
+    times = torch.as_tensor(times, device=device)
+    update_obs_scale(agent, obs)
+
+    # Critic: L1 on Monte-Carlo returns, which are the GAE of V = 0 at lambda = 1
+    returns = gae(rewards, np.zeros(total + 1), ends, ends, args.gamma, 1.0)
+    targets = torch.as_tensor(returns, dtype=torch.float32, device=device)
+    minibatches = iter(uniform_minibatches(total, args, agent.generator).to(device))
+    if agent.updates == 1:  # the first minibatch ever sets the biases instead
+        i = next(minibatches)
+        agent.critic.center(agent.critic_input(obs[i], times[i]))
+    value_loss = fit(
+        "value", agent.optimizers["critic"], minibatches,
+        lambda i: (agent.get_value(obs[i], times[i]) - targets[i]).abs().mean(),
+    )  # fmt: skip
+
+    # Advantages with the new critic; the value after an episode's last step is 0
+    with torch.no_grad():
+        values = agent.get_value(obs, times).cpu().double().numpy()
+        mean_old, logvar_old = agent.policy(obs)
+    raw_advantages = gae(rewards, np.append(values, 0.0), ends, ends, args.gamma, args.gae_lambda)
+    advantages = normalize_advantages(raw_advantages, args.mode)
+    advantages = torch.as_tensor(advantages, dtype=torch.float32, device=device)
+    agent.history.append(Batch(obs, actions, advantages))
+
+    losses = {"losses/value_loss": value_loss}
+    minibatches = uniform_minibatches(total, args, agent.generator).to(device)
+    if agent.var_net is not None:
+        # Variance first, from the history, about the mean that has not moved yet
+        past = Batch(*(torch.cat(field) for field in zip(*agent.history, strict=True)))
+        sizes = [len(batch.obs) for batch in agent.history]
+        losses["losses/variance_loss"] = fit(
+            "variance", agent.optimizers["var_net"],
+            history_minibatches(sizes, total, args, agent.generator).to(device),
+            lambda i: variance_loss(past.actions[i], past.advantages[i], *agent.policy(past.obs[i])),
+        )  # fmt: skip
+        mirror = args.mode == "ppo-cma-m"
+
+        def policy_loss(i):
+            mean, logvar = agent.policy(obs[i])
+            return mean_loss(actions[i], advantages[i], mean, logvar, mean_old[i], mirror)
+
+    elif args.mode == "ppo":
+        log_density_old = log_density(actions, mean_old, logvar_old)
+
+        def policy_loss(i):
+            policy = agent.policy(obs[i])
+            return ppo_loss(actions[i], advantages[i], *policy, log_density_old[i], args)
+
+    else:
+
+        def policy_loss(i):
+            return pg_loss(actions[i], advantages[i], *agent.policy(obs[i]))
+
+    losses["losses/policy_loss"] = fit(
+        "policy", agent.optimizers["mean_net"], minibatches, policy_loss
+    )
+    if not all(parameter.isfinite().all() for parameter in agent.parameters()):
+        raise FloatingPointError("a parameter is not finite")
+    return losses | {
+        "losses/explained_variance": 1.0 - np.var(returns - values) / (np.var(returns) or np.nan),
+        "losses/entropy": (0.5 * logvar_old + 1.4189385).sum(-1).mean().item(),
+        "charts/policy_std": (0.5 * logvar_old).exp().mean().item(),
+        "charts/positive_advantages": float((raw_advantages > 0).mean()),
+        "charts/history_length": len(agent.history),
+    }
+
+
+# --- rollout --------------------------------------------------------------------------------------
+
+
+def rollout(agent: Agent, envs, run: "Run", args: Args):
+    """Play whole episodes until they make N environment steps, and memorize them.
+
+    New episodes start until N is reached; then the running ones play to their end. Cutting them off
+    instead, or taking the first to finish, would favour short episodes.
+    """
+    ids = np.arange(args.num_envs)
+    obs = np.stack([envs.reset(i, run.next_episode_seed(i)) for i in ids])  # [K, D]
+    returns, lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
+    budget = args.iter_steps
+    while len(ids):
+        actions = agent.act(obs)  # [K, A]
+        next_obs, rewards, dones, steps = repeat_step(envs, ids, actions, args.action_repeat)
+        budget -= steps.sum()
+        run.global_step += int(steps.sum())
+        returns[ids] += rewards
+        lengths[ids] += steps
+        for k, i in enumerate(ids):
+            agent.memorize(obs[k], actions[k], rewards[k], dones[k], env=int(i))
+            if dones[k]:
+                run.log_episode(returns[i], lengths[i])
+                returns[i], lengths[i] = 0.0, 0
+                if budget > 0:
+                    next_obs[k] = envs.reset(i, run.next_episode_seed(i))
+        on = ~dones | (budget > 0)
+        ids, obs = ids[on], next_obs[on]
+
+
+# --- run folder, checkpoints, evaluation ----------------------------------------------------------
+
+
+class Run:
+    """A run's folder and counters. Logs continue where a checkpoint left them, with no row twice."""
+
+    def __init__(self, args: Args, checkpoint: dict | None = None):
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        name += f"__{args.run_suffix}" if args.run_suffix else ""
+        self.folder = args.resume or args.run_dir or Path("runs") / name
+        self.args, self.checkpoint = args, checkpoint or {}
+        counters = self.checkpoint.get("counters", {})
+        self.global_step = counters.get("global_step", 0)
+        self.iteration = counters.get("iteration", 0)
+        self.episodes = counters.get("episodes", [0] * args.num_envs)  # started, per environment
+        self.first_step, self.start = self.global_step, time.time()
+        self.start_seconds = counters.get("seconds", 0.0)
+        if not checkpoint and self.folder.exists() and any(self.folder.iterdir()):
+            fail(f"--run-dir {self.folder}: not empty; --resume continues a run")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in [*self.folder.glob("events.out.tfevents.*"), *self.folder.glob("*.csv")]:
+            size = self.checkpoint.get("logs", {}).get(path.name)
+            path.unlink() if size is None else os.truncate(path, size)
+        self.writer = SummaryWriter(str(self.folder))
+        self.csv_file = open(self.folder / "episodes.csv", "a", buffering=1, newline="")
+        self.csv = csv.writer(self.csv_file, lineterminator="\n")
+        if not checkpoint:
+            self.csv.writerow(["global_step", "seconds", "return", "length"])
+            rows = "\n".join(f"|{key}|{value}|" for key, value in asdict(args).items())
+            self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
+        self.write_json(status="running")
+        self.bar = tqdm(
+            total=args.total_timesteps, initial=self.global_step, unit="step", unit_scale=True,
+            disable=None, dynamic_ncols=True, leave=False,
+        )  # fmt: skip
+
+    def seconds(self) -> float:
+        return self.start_seconds + time.time() - self.start
+
+    def next_episode_seed(self, i: int) -> int:
+        self.episodes[i] += 1
+        return episode_seed(self.args.seed, i, self.episodes[i] - 1)
+
+    def log_episode(self, episodic_return: float, length: int):
+        self.csv.writerow(
+            [self.global_step, f"{self.seconds():.2f}", float(episodic_return), int(length)]
+        )
+        self.writer.add_scalar("charts/episodic_return", episodic_return, self.global_step)
+        self.writer.add_scalar("charts/episodic_length", length, self.global_step)
+        self.bar.set_postfix_str(f"return {episodic_return:.1f}", refresh=False)
+        self.bar.update(self.global_step - self.bar.n)
+
+    def log_iteration(self, metrics: dict[str, float]):
+        self.iteration += 1
+        sps = int((self.global_step - self.first_step) / (time.time() - self.start))
+        metrics |= {"charts/SPS": sps, "charts/learning_rate": self.args.learning_rate}
+        for tag, value in metrics.items():
+            self.writer.add_scalar(tag, value, self.global_step)
+        self.bar.write(
+            f"global_step={self.global_step}, "
+            f"episodic_return={metrics['charts/mean_episodic_return']:.2f}, "
+            f"policy_std={metrics['charts/policy_std']:.3f}, SPS: {sps}",
+            file=sys.stdout,
+        )
+        sys.stdout.flush()
+
+    def write_json(self, status: str, **more):
+        """run.json: what a reader needs to believe, repeat or continue this run."""
+
+        def git(*command):
+            here = Path(__file__).parent
+            result = subprocess.run(["git", *command], cwd=here, capture_output=True, text=True)
+            return result.stdout.strip() if result.returncode == 0 else None
+
+        def version(package):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                return importlib.metadata.version(package)
+
+        packages = ("torch", "gymnasium", "mujoco", "numpy", "envpool")
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        content = {
+            "script": Path(__file__).name,
+            "status": status,
+            "args": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self.args).items()},
+            "seed": self.args.seed,
+            "global_step": self.global_step,
+            "wall_seconds": round(self.seconds(), 2),
+            "versions": {"python": platform.python_version()} | {p: version(p) for p in packages},
+            "git_commit": git("rev-parse", "HEAD"),
+            "git_dirty": bool(git("status", "--porcelain")),
+            "source_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+            "hardware": {"machine": platform.machine(), "cpus": os.cpu_count(), "gpu": gpu},
+        }
+        temporary = self.folder / "run.json.tmp"
+        temporary.write_text(json.dumps(content | more, indent=2) + "\n")
+        temporary.replace(self.folder / "run.json")
+
+    def final_return(self, episodes: int = 100) -> float:
+        """Mean training return of the last `episodes` episodes."""
+        with open(self.folder / "episodes.csv") as file:
+            last = deque(csv.DictReader(file), maxlen=episodes)
+        return float(np.mean([float(row["return"]) for row in last]))
+
+    def close(self, status: str, **more):
+        self.bar.close()
+        self.writer.close()
+        self.csv_file.close()
+        self.write_json(status, **more)
+
+
+def save_checkpoint(run: Run, agent: Agent):
+    """Everything needed to continue, whole or not at all: written aside, then renamed."""
+    run.writer.flush()
+    logs = [*run.folder.glob("events.out.tfevents.*"), run.folder / "episodes.csv"]
+    content = {
+        "script": Path(__file__).stem,
+        "args": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(run.args).items()},
+        "agent": agent.state_dict(),
+        "optimizers": {name: opt.state_dict() for name, opt in agent.optimizers.items()},
+        "history": [tuple(batch) for batch in agent.history],
+        "updates": agent.updates,
+        "generator": agent.generator.get_state(),
+        "counters": {
+            "global_step": run.global_step, "iteration": run.iteration,
+            "episodes": list(run.episodes), "seconds": run.seconds(),
+        },
+        "logs": {path.name: path.stat().st_size for path in logs},
+    }  # fmt: skip
+    temporary = run.folder / "checkpoint.pt.tmp"
+    with open(temporary, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(run.folder / "checkpoint.pt")
+
+
+def load_checkpoint(folder: Path) -> dict:
+    """The checkpoint in a run's folder; one clear line if there is none, or not one of ours."""
+    path = Path(folder) / "checkpoint.pt"
+    if not path.is_file():
+        fail(f"{folder}: no checkpoint.pt there; a run writes its first one when training starts")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        script = content["script"]
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, OSError) as error:
+        fail(f"{path}: not a checkpoint, or damaged ({type(error).__name__})")
+    if script != Path(__file__).stem:
+        fail(f"{path}: written by {script}.py; use that script")
+    return content
+
+
+def load_agent(agent: Agent, checkpoint: dict):
+    """Put a checkpoint into an agent built for the same environment and arguments."""
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError:
+        fail("the checkpoint's networks do not fit this environment: was its --env-id changed?")
+    for name, optimizer in agent.optimizers.items():
+        optimizer.load_state_dict(checkpoint["optimizers"][name])
+    device = agent.low.device
+    agent.history.extend(Batch(*(x.to(device) for x in b)) for b in checkpoint["history"])
+    agent.updates = checkpoint["updates"]
+    agent.generator.set_state(checkpoint["generator"])
+
+
+def evaluate(agent: Agent, args: Args, folder: Path) -> list[float]:
+    """Play `eval_episodes` with the mean action, print each return; videos into folder/videos."""
+    args = Args(**asdict(args) | {"num_envs": 1, "render": False})
+    if args.capture_video:
+        if sys.platform == "linux" and not os.environ.get("DISPLAY"):
+            os.environ.setdefault("MUJOCO_GL", "egl")
+        envs = GymnasiumEnvs(args)
+        video = make_env(args.env_id, render_mode="rgb_array")
+        envs.envs = [
+            gym.wrappers.RecordVideo(
+                video, str(folder / "videos"), episode_trigger=lambda _: True, disable_logger=True
+            )
+        ]
+    else:
+        envs = make_envs(args)
+    returns = []
+    for episode in range(args.eval_episodes):
+        obs, done, total = envs.reset(0, episode_seed(args.seed, 2**20, episode)), False, 0.0
+        while not done:
+            action = agent.act(obs[None], deterministic=True)
+            next_obs, reward, dones, _ = repeat_step(
+                envs, np.arange(1), action, args.action_repeat
+            )
+            obs, done, total = next_obs[0], dones[0], total + reward[0]
+        returns.append(float(total))
+        print(f"eval_episode={episode}, episodic_return={total:.2f}", flush=True)
+    envs.close()
+    print(f"mean action over {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
+    return returns
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def compile_networks(agent: Agent):
+    try:
+        torch.compile(torch.sin)(torch.zeros(2))
+    except Exception as error:  # whatever a missing or broken compiler raises
+        print(f"--compile: going on eagerly, no working compiler ({type(error).__name__})")
+        return
+    for net in agent.children():
+        net.compile()
+
+
+def train(args: Args) -> str:
+    """Train, or go on training; returns the run's name."""
+    torch.set_num_threads(args.num_threads)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    checkpoint = load_checkpoint(args.resume) if args.resume else None
+    envs = make_envs(args)
+    agent = Agent(envs, args, pretrain=not checkpoint).to(device)
+    run = Run(args, checkpoint)
+    if checkpoint:
+        load_agent(agent, checkpoint)
+    else:
+        save_checkpoint(run, agent)
+    if args.compile:
+        compile_networks(agent)
+    stop = []
+    def request_stop(signum, frame):
+        if stop: raise KeyboardInterrupt
+        stop.append(signum)
+        print("stopping")
+    signal.signal(signal.SIGTERM, request_stop)
+    signal.signal(signal.SIGINT, request_stop)
+    while run.global_step < args.total_timesteps and not stop:
+        rollout(agent, envs, run, args)
+        metrics = agent.update_with_memorized()
+        run.log_iteration(metrics)
+        if run.iteration % args.checkpoint_interval == 0:
+            save_checkpoint(run, agent)
+    save_checkpoint(run, agent)
+    run.close("finished" if not stop else "running", final_return=run.final_return())
+    envs.close()
+    return str(run.folder)
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    if args.evaluate:
+        agent = Agent(make_envs(args), args, pretrain=False)
+        load_agent(agent, load_checkpoint(args.evaluate))
+        evaluate(agent, args, args.evaluate)
+    else:
+        run_name = train(args)
