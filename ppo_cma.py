@@ -36,12 +36,16 @@ bootstrapping at time limits.
 """
 
 import contextlib
+import copy
 import csv
+import dataclasses
 import difflib
 import hashlib
 import importlib.metadata
 import io
+import itertools
 import json
+import math
 import os
 import pickle
 import platform
@@ -205,25 +209,30 @@ def parse_args(argv: list[str] | None = None) -> Args:
 # --- environments ---------------------------------------------------------------------------------
 
 
-def make_env(env_id: str, **kwargs) -> gym.Env:
+def make_env(args: Args, index: int = 0, video_folder: Path | None = None) -> gym.Env:
     """A gymnasium environment with flat observations; one clear line if there is no such thing."""
     gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
+    mode = "rgb_array" if video_folder else "human" if args.render and index == 0 else None
     try:
-        if env_id.startswith("dm_control/"):
+        if args.env_id.startswith("dm_control/"):
             import shimmy  # noqa: F401  (registers the ids)
-        env = gym.make(env_id, disable_env_checker=True, **kwargs)
+        env = gym.make(args.env_id, render_mode=mode, disable_env_checker=True)
     except (gym.error.Error, ImportError) as error:
-        near = difflib.get_close_matches(env_id, gym.registry, n=3)
-        fail(f"--env-id {env_id}: {error} (near: {', '.join(near) or 'nothing'})")
+        near = difflib.get_close_matches(args.env_id, gym.registry, n=3)
+        fail(f"--env-id {args.env_id}: {error} (near: {', '.join(near) or 'nothing'})")
+    if video_folder:
+        env = gym.wrappers.RecordVideo(
+            env, str(video_folder), episode_trigger=lambda _: True, disable_logger=True
+        )
     return gym.wrappers.FlattenObservation(env) if env.observation_space.shape is None else env
 
 
 class GymnasiumEnvs:
     """`num_envs` gymnasium environments, stepped one after the other in this process."""
 
-    def __init__(self, args: Args, **kwargs):
-        render = ["human" if args.render else None] + [None] * (args.num_envs - 1)
-        self.envs = [make_env(args.env_id, render_mode=mode, **kwargs) for mode in render]
+    def __init__(self, args: Args, video_folder: Path | None = None):
+        self.action_repeat = args.action_repeat
+        self.envs = [make_env(args, i, video_folder) for i in range(args.num_envs)]
         self.single_observation_space = self.envs[0].observation_space
         self.single_action_space = self.envs[0].action_space
 
@@ -232,11 +241,20 @@ class GymnasiumEnvs:
         return self.envs[i].reset(seed=seed)[0].astype(np.float32)
 
     def step(self, ids: np.ndarray, actions: np.ndarray):
-        """One step in each of the environments `ids`; observations [K, D], rewards, dones [K]."""
-        obs, rewards, terminated, truncated, _ = zip(
-            *(self.envs[i].step(action) for i, action in zip(ids, actions)), strict=True
-        )
-        return np.array(obs, np.float32), np.array(rewards), np.array(terminated) | truncated
+        """Hold actions [K, A] in the environments `ids` [K] for `action_repeat` steps or to the
+        episode's end. Returns observations [K, D], summed rewards, dones and steps taken [K]."""
+        results = [self.hold(self.envs[i], action) for i, action in zip(ids, actions, strict=True)]
+        obs, rewards, dones, steps = zip(*results, strict=True)
+        return np.array(obs, np.float32), np.array(rewards), np.array(dones), np.array(steps)
+
+    def hold(self, env: gym.Env, action: np.ndarray):
+        total, done, steps = 0.0, False, 0
+        while not done and steps < self.action_repeat:
+            obs, reward, terminated, truncated, _ = env.step(action)
+            done = terminated or truncated
+            total += reward
+            steps += 1
+        return obs, total, done, steps
 
     def close(self):
         for env in self.envs:
@@ -244,20 +262,21 @@ class GymnasiumEnvs:
 
 
 class EnvPoolEnvs:
-    """The same over EnvPool: the environments `ids` step in parallel threads."""
+    """The same over EnvPool, where the environments `ids` step in parallel threads."""
 
-    def __init__(self, args: Args, first_episode: list[int] | None = None):
+    def __init__(self, args: Args, first: int = 0):
         try:
             import envpool
         except ImportError:
             fail("--env-backend envpool: not installed; pip install envpool")
-        episodes = first_episode or [0] * args.num_envs
+        self.action_repeat = args.action_repeat
         # EnvPool's Humanoid-v4 leaves the contact forces at 0 without post_constraint
-        kwargs = {"post_constraint": True} if re.match("Humanoid.*-v4", args.env_id) else {}
+        more = {"post_constraint": True} if re.match("Humanoid.*-v4$", args.env_id) else {}
+        seeds = [episode_seed(args.seed, i, first) for i in range(args.num_envs)]
         try:
             self.pool = envpool.make(
-                args.env_id, env_type="gymnasium", num_envs=args.num_envs, batch_size=1,
-                seed=[episode_seed(args.seed, i, k) for i, k in enumerate(episodes)], **kwargs,
+                args.env_id, env_type="gymnasium", num_envs=args.num_envs, batch_size=1, seed=seeds,
+                **more,
             )  # fmt: skip
         except AssertionError:
             near = difflib.get_close_matches(args.env_id, envpool.list_all_envs(), n=3)
@@ -266,15 +285,23 @@ class EnvPoolEnvs:
         self.single_action_space = self.pool.action_space
 
     def reset(self, i: int, seed: int) -> np.ndarray:
-        """Start an episode in environment i; EnvPool seeds it from its own generator."""
+        """Start an episode in environment i, which goes on with the seed it was made with."""
         return self.pool.reset(np.array([i]))[0][0].astype(np.float32)
 
     def step(self, ids: np.ndarray, actions: np.ndarray):
-        self.pool.send(actions, ids)
-        received = sorted((self.pool.recv() for _ in ids), key=lambda r: r[4]["env_id"][0])
-        obs, rewards, terminated, truncated, _ = zip(*received, strict=True)
-        dones = np.concatenate(terminated) | np.concatenate(truncated)
-        return np.concatenate(obs).astype(np.float32), np.concatenate(rewards), dones
+        obs = np.zeros((len(ids), *self.single_observation_space.shape), np.float32)
+        rewards, dones, steps = np.zeros(len(ids)), np.zeros(len(ids), bool), np.zeros(len(ids), int)
+        for _ in range(self.action_repeat):
+            on = np.flatnonzero(~dones)
+            if len(on):
+                self.pool.send(actions[on], ids[on])
+            for _ in on:
+                o, reward, terminated, truncated, info = self.pool.recv()  # in any order
+                k = np.searchsorted(ids, info["env_id"][0])
+                obs[k], dones[k] = o[0], terminated[0] or truncated[0]
+                rewards[k] += reward[0]
+                steps[k] += 1
+        return obs, rewards, dones, steps
 
     def close(self):
         self.pool.close()
@@ -289,52 +316,47 @@ def episode_seed(*key: int) -> int:
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
-def repeat_step(envs, ids: np.ndarray, actions: np.ndarray, action_repeat: int):
-    """Hold each action for `action_repeat` steps or to its episode's end.
-
-    Returns observations [K, D], summed rewards [K], dones [K] and the steps taken [K].
-    """
-    obs, rewards, dones = envs.step(ids, actions)
-    steps = np.ones(len(ids), int)
-    for _ in range(action_repeat - 1):
-        on = np.flatnonzero(~dones)
-        if len(on):
-            obs[on], more_rewards, dones[on] = envs.step(ids[on], actions[on])
-            rewards[on] += more_rewards
-            steps[on] += 1
-    return obs, rewards, dones, steps
-
-
 # --- agent ----------------------------------------------------------------------------------------
 
 
 class MLP(nn.Module):
-    """Two layers of 128 leaky ReLUs, each concatenated to its own input, and a linear output."""
+    """Two layers of 128 leaky ReLUs and a linear output; each layer sees the input and every layer
+    below it. The input's part in all three is one matrix product."""
 
     def __init__(self, inputs: int, outputs: int, generator: torch.Generator, hidden: int = 128):
         super().__init__()
-        widths = [(inputs, hidden), (inputs + hidden, hidden), (inputs + 2 * hidden, outputs)]
-        self.layers = nn.ModuleList(nn.Linear(*width) for width in widths)
-        for layer in self.layers:  # rows of unit length, biases 0
-            nn.init.normal_(layer.weight, generator=generator)
-            layer.weight.data /= layer.weight.data.norm(dim=1, keepdim=True)
-            nn.init.zeros_(layer.bias)
+        self.widths = (hidden, hidden, outputs)
+        self.from_input = nn.Linear(inputs, sum(self.widths))
+        self.from_first = nn.Linear(hidden, hidden, bias=False)
+        self.from_both = nn.Linear(2 * hidden, outputs, bias=False)
+        rows = [  # one per unit, over all that it sees, of unit length; biases 0 until `center`
+            F.normalize(torch.randn(width, inputs + below, generator=generator))
+            for width, below in zip(self.widths, (0, hidden, 2 * hidden), strict=True)
+        ]
+        with torch.no_grad():
+            self.from_input.weight.copy_(torch.cat([row[:, :inputs] for row in rows]))
+            self.from_input.bias.zero_()
+            self.from_first.weight.copy_(rows[1][:, inputs:])
+            self.from_both.weight.copy_(rows[2][:, inputs:])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., inputs] -> [..., outputs]
-        for layer in self.layers[:-1]:
-            x = torch.cat([x, F.leaky_relu(layer(x), 0.1)], dim=-1)
-        return self.layers[-1](x)
+        first, second, output = self.from_input(x).split(self.widths, dim=-1)
+        first = F.leaky_relu(first, 0.1)
+        second = F.leaky_relu(second + self.from_first(first), 0.1)
+        return output + self.from_both(torch.cat([first, second], dim=-1))
 
     @torch.no_grad()
     def center(self, x: torch.Tensor):
         """Set the biases so that every pre-activation has mean 0 over the batch x [B, inputs]."""
-        for layer in self.layers:
-            layer.bias.copy_(-layer.weight @ x.mean(dim=0))
-            x = torch.cat([x, F.leaky_relu(layer(x), 0.1)], dim=-1)
-
-
-def soft_clip(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    return low + (high - low) * torch.sigmoid(x)
+        self.from_input.bias.zero_()
+        first, second, output = self.from_input(x).split(self.widths, dim=-1)
+        bias_1 = -first.mean(dim=0)
+        first = F.leaky_relu(first + bias_1, 0.1)
+        second = second + self.from_first(first)
+        bias_2 = -second.mean(dim=0)
+        second = F.leaky_relu(second + bias_2, 0.1)
+        output = output + self.from_both(torch.cat([first, second], dim=-1))
+        self.from_input.bias.copy_(torch.cat([bias_1, bias_2, -output.mean(dim=0)]))
 
 
 class Batch(NamedTuple):
@@ -353,34 +375,37 @@ class Agent(nn.Module):
     """
 
     def __init__(
-        self, envs, args: Args | None = None, initial_mean=None, initial_std=None, pretrain=True
-    ):
+        self, envs, args: Args | None = None, device="cpu", initial_mean=None, initial_std=None,
+        pretrain: bool = True,
+    ):  # fmt: skip
         super().__init__()
         self.args = args = args or Args()
         obs_space = getattr(envs, "single_observation_space", None) or envs.observation_space
         action_space = getattr(envs, "single_action_space", None) or envs.action_space
         check_spaces(obs_space, action_space)
-        low, high = (torch.as_tensor(b).float() for b in (action_space.low, action_space.high))
-        dim, actions = obs_space.shape[0], len(low)
-
-        def constant(value, default):
-            return torch.as_tensor(default if value is None else value).float().expand(actions)
-
+        low, high = (torch.tensor(b).float() for b in (action_space.low, action_space.high))
+        mean = (low + high) / 2 if initial_mean is None else torch.as_tensor(initial_mean)
+        std = (high - low) / 2 if initial_std is None else torch.as_tensor(initial_std)
         self.register_buffer("low", low)
         self.register_buffer("high", high)
-        self.register_buffer("initial_mean", constant(initial_mean, (low + high) / 2).clone())
-        self.register_buffer("initial_std", constant(initial_std, (high - low) / 2).clone())
+        self.register_buffer("initial_mean", mean.float())
+        self.register_buffer("initial_std", std.float())
         self.register_buffer("logvar_min", torch.full_like(low, 0.01).square().log())
         self.register_buffer("logvar_max", (high - low).square().log())
-        self.register_buffer("obs_sq_mean", torch.zeros(dim))
-        self.register_buffer("obs_scale", torch.ones(dim))
+        self.register_buffer("obs_sq_mean", torch.zeros(obs_space.shape))
+        self.register_buffer("obs_scale", torch.ones(obs_space.shape))
         self.updates = 0  # iterations learned so far
 
-        self.generator = torch.Generator().manual_seed(args.seed)  # of all this agent draws
-        separate = args.mode.startswith("ppo-cma")  # the others share one network of 2 A outputs
-        self.mean_net = MLP(dim, actions * (2 - separate), self.generator)
-        self.var_net = MLP(dim, actions, self.generator) if separate else None
+        self.noise = np.random.default_rng(args.seed)  # of actions
+        self.generator = torch.Generator().manual_seed(args.seed)  # of weights and minibatches
+        (dim,), (actions,) = obs_space.shape, action_space.shape
+        if args.mode.startswith("ppo-cma"):
+            self.mean_net = MLP(dim, actions, self.generator)
+            self.var_net = MLP(dim, actions, self.generator)
+        else:  # one network, its outputs shared out
+            self.mean_net = self.var_net = MLP(dim, 2 * actions, self.generator)
         self.critic = MLP(dim + 1, 1, self.generator)
+        self.to(device)
         self.optimizers = {
             name: torch.optim.Adam(net.parameters(), lr=args.learning_rate, eps=1e-8, fused=True)
             for name, net in self.named_children()
@@ -390,50 +415,70 @@ class Agent(nn.Module):
         self.memory: list[list] = []  # finished episodes
         if pretrain:
             pretrain_policy(self)
+        self.refresh_actor()
 
-    def policy(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and log-variance [..., A] of the actions at raw observations [..., D]."""
-        x = obs * self.obs_scale
-        if self.var_net is None:
-            mean, logvar = self.mean_net(x).chunk(2, dim=-1)
-        else:
-            mean, logvar = self.mean_net(x), self.var_net(x)
-        return soft_clip(mean, self.low, self.high), soft_clip(
-            logvar, self.logvar_min, self.logvar_max
-        )
+    def mean(self, obs: torch.Tensor) -> torch.Tensor:
+        """mu [..., A] at raw observations [..., D]."""
+        raw = self.mean_net(obs * self.obs_scale)[..., : len(self.low)]
+        return self.low + (self.high - self.low) * torch.sigmoid(raw)
 
-    def critic_input(self, obs: torch.Tensor, time: torch.Tensor | float) -> torch.Tensor:
-        """Scaled observation and time feature: decisions since the episode's start / 1000."""
-        time = torch.as_tensor(time, dtype=obs.dtype, device=obs.device).expand(obs.shape[:-1])
+    def logvar(self, obs: torch.Tensor) -> torch.Tensor:
+        """log var [..., A] at raw observations [..., D]; deviations from 0.01 to the full range."""
+        raw = self.var_net(obs * self.obs_scale)[..., -len(self.low) :]
+        return self.logvar_min + (self.logvar_max - self.logvar_min) * torch.sigmoid(raw)
+
+    def critic_input(self, obs: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        """Scaled observation and time feature, decisions since the episode's start / 1000."""
         time = time * (0.001 if self.args.gamma > 0 else 0.0)
         return torch.cat([obs * self.obs_scale, time.unsqueeze(-1)], dim=-1)
 
-    def get_value(self, obs: torch.Tensor, time: torch.Tensor | float = 0.0) -> torch.Tensor:
+    def get_value(self, obs: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """V [...] at raw observations [..., D], `time` [...] decisions into the episode."""
         return self.critic(self.critic_input(obs, time)).squeeze(-1)
 
-    def get_action_and_value(self, obs: torch.Tensor, action=None, time=0.0):
-        """Action (sampled, clipped, unless given), its log-density, entropy and value."""
-        mean, logvar = self.policy(obs)
+    def get_action_and_value(self, obs: torch.Tensor, action=None, time=None):
+        """Action (sampled and clipped unless given), its log-density, the entropy, the value."""
+        normal = torch.distributions.Normal(self.mean(obs), (0.5 * self.logvar(obs)).exp())
         if action is None:
-            noise = torch.randn(mean.shape, generator=self.generator).to(mean)
-            action = torch.clamp(mean + (0.5 * logvar).exp() * noise, self.low, self.high)
-        normal = torch.distributions.Normal(mean, (0.5 * logvar).exp())
-        value = self.get_value(obs, time)
+            action = torch.clamp(normal.sample(), self.low, self.high)
+        value = self.get_value(obs, torch.zeros_like(obs[..., 0]) if time is None else time)
         return action, normal.log_prob(action).sum(-1), normal.entropy().sum(-1), value
 
-    @torch.inference_mode()
+    @torch.no_grad()
+    def refresh_actor(self):
+        """Copy the policy to numpy, where `act` runs several times faster on a few observations."""
+        nets = list(dict.fromkeys((self.mean_net, self.var_net)))  # two, or one for both
+        low = torch.cat([self.low, self.logvar_min])
+        high = torch.cat([self.high, self.logvar_max])
+        arrays = (
+            torch.cat([net.from_input.weight * self.obs_scale for net in nets]).T,
+            torch.cat([net.from_input.bias for net in nets]),
+            torch.stack([net.from_first.weight.T for net in nets]),
+            torch.stack([net.from_both.weight.T for net in nets]),
+            *((low + high) / 2, (high - low) / 2),
+            *(self.low, self.high, self.initial_mean, self.initial_std),
+        )
+        self.actor = [array.cpu().numpy().copy() for array in arrays]
+
     def act(self, obs: np.ndarray, deterministic: bool = False) -> np.ndarray:
         """Actions [A] or [K, A], clipped to the box, at raw observations [D] or [K, D]."""
-        x = torch.as_tensor(obs, dtype=torch.float32, device=self.low.device)
-        mean, std = self.initial_mean, self.initial_std
-        if self.updates > 0:  # the first iteration samples the initial Gaussian itself
-            mean, logvar = self.policy(x)
-            std = (0.5 * logvar).exp()
-        if not deterministic:
-            noise = torch.randn(*x.shape[:-1], len(self.low), generator=self.generator)
-            mean = torch.clamp(mean + std * noise.to(x.device), self.low, self.high)
-        return mean.expand(*x.shape[:-1], len(self.low)).cpu().numpy()
+        from_input, bias, from_first, from_both, middle, half, low, high, mean, std = self.actor
+        if self.updates > 0:
+            nets, h, _ = from_first.shape
+            z = (np.asarray(obs, np.float32) @ from_input + bias).reshape(-1, nets, 1, len(bias) // nets)
+            first = np.maximum(z[..., :h], 0.1 * z[..., :h])  # leaky ReLU, [K, nets, 1, hidden]
+            second = z[..., h : 2 * h] + first @ from_first
+            second = np.maximum(second, 0.1 * second)
+            raw = z[..., 2 * h :] + np.concatenate((first, second), axis=-1) @ from_both
+            # the sigmoid between two bounds, as a tanh about their middle
+            policy = middle + half * np.tanh(0.5 * raw.reshape(*obs.shape[:-1], len(middle)))
+            mean, std = policy[..., : len(low)], np.exp(0.5 * policy[..., len(low) :])
+        else:  # the first iteration samples the initial Gaussian itself
+            mean = np.broadcast_to(mean, (*np.shape(obs)[:-1], len(low)))
+        if deterministic:
+            return mean
+        noise = self.noise.standard_normal(mean.shape, np.float32)
+        return np.minimum(np.maximum(mean + std * noise, low), high)
 
     def memorize(self, obs: np.ndarray, action: np.ndarray, reward: float, done: bool, env=0):
         """Store a transition; `done` ends the episode of environment `env`, for any reason."""
@@ -449,14 +494,14 @@ class Agent(nn.Module):
         if not self.memory:
             raise ValueError("no finished episode to learn from: memorize one with done=True")
         returns = [sum(reward for _, _, reward in episode) for episode in self.memory]
-        times = np.concatenate([np.arange(len(episode)) for episode in self.memory])
-        ends = np.concatenate([np.arange(len(ep)) == len(ep) - 1 for ep in self.memory])
-        obs, actions, rewards = zip(*(t for episode in self.memory for t in episode), strict=True)
+        lengths = [len(episode) for episode in self.memory]
+        obs, actions, rewards = zip(*itertools.chain.from_iterable(self.memory), strict=True)
         self.memory.clear()
         metrics = update(
             self, np.array(obs, np.float32), np.array(actions, np.float32),
-            np.array(rewards, np.float64), times, ends,
+            np.array(rewards, np.float64), np.array(lengths),
         )  # fmt: skip
+        self.refresh_actor()
         return {"charts/mean_episodic_return": float(np.mean(returns))} | metrics
 
 
@@ -516,12 +561,12 @@ def mean_loss(actions, advantages, mean, logvar, mean_old, mirror: bool) -> torc
     return loss
 
 
-def ppo_loss(actions, advantages, mean, logvar, log_density_old, args: Args) -> torch.Tensor:
+def ppo_loss(actions, advantages, mean, logvar, log_density_old, clip_coef, ent_coef):
     """The clipped surrogate (Schulman et al. 2017, eq. 7) and the entropy bonus, for comparison."""
     ratio = torch.exp(log_density(actions, mean, logvar) - log_density_old)
-    clipped = torch.clamp(ratio, 1.0 - args.clip_coef, 1.0 + args.clip_coef)
+    clipped = torch.clamp(ratio, 1.0 - clip_coef, 1.0 + clip_coef)
     surrogate = torch.minimum(ratio * advantages, clipped * advantages).mean()
-    return -surrogate - args.ent_coef * 0.5 * logvar.sum(-1).mean()
+    return -surrogate - ent_coef * 0.5 * logvar.sum(-1).mean()
 
 
 def pg_loss(actions, advantages, mean, logvar) -> torch.Tensor:
@@ -564,19 +609,18 @@ def fit(name: str, optimizer: torch.optim.Optimizer, minibatches, loss_fn) -> fl
 
 def pretrain_policy(agent: Agent):
     """Fit the policy to N(initial_mean, initial_std) at states from N(0, I), before any step."""
-    shape = (256, len(agent.obs_scale))
-    batches = (torch.randn(shape, generator=agent.generator) for _ in range(2000))
-    nets = [net for net in (agent.mean_net, agent.var_net) if net is not None]
+    shape, device = (256, len(agent.obs_scale)), agent.low.device
+    batches = (torch.randn(shape, generator=agent.generator).to(device) for _ in range(2000))
     first = next(batches)
+    nets = {agent.mean_net: None, agent.var_net: None}  # a set in order; one network may be both
     for net in nets:
         net.center(first)
-    parameters = [p for net in nets for p in net.parameters()]
 
     def loss_fn(x):
-        mean, logvar = agent.policy(x)
-        std_error = (0.5 * logvar).exp() - agent.initial_std
-        return (mean - agent.initial_mean).square().mean() + std_error.square().mean()
+        std_error = (0.5 * agent.logvar(x)).exp() - agent.initial_std
+        return (agent.mean(x) - agent.initial_mean).square().mean() + std_error.square().mean()
 
+    parameters = [parameter for net in nets for parameter in net.parameters()]
     adam = torch.optim.Adam(parameters, lr=agent.args.learning_rate, eps=1e-8, fused=True)
     fit("pre-training", adam, batches, loss_fn)
 
@@ -590,19 +634,21 @@ def update_obs_scale(agent: Agent, obs: torch.Tensor):
     agent.obs_scale.copy_(torch.minimum(agent.obs_scale, scale))
 
 
-def update(agent: Agent, obs, actions, rewards, times, ends) -> dict[str, float]:
+def update(agent: Agent, obs, actions, rewards, lengths) -> dict[str, float]:
     """One iteration of learning: scaler, critic, advantages, variance, mean, in this order.
 
-    Whole episodes one after the other: obs [B, D], actions [B, A], rewards [B], times [B] decisions
-    since the episode's start, ends [B] true at its last decision. Raises FloatingPointError, before
-    anything is learned, if the data are not finite, and if a loss or a parameter is not.
+    Whole episodes of `lengths` decisions, one after the other: obs [B, D] raw, actions [B, A],
+    rewards [B]. Raises FloatingPointError before anything is learned if the data are not finite,
+    and when a loss or a parameter is not.
     """
     args, device, total = agent.args, agent.low.device, len(rewards)
-    for name, array in (("observation", obs), ("action", actions), ("reward", rewards)):
+    for name, array in (("an observation", obs), ("an action", actions), ("a reward", rewards)):
         if not np.isfinite(array).all():
-            raise FloatingPointError(f"an {name} is not finite")
+            raise FloatingPointError(f"{name} is not finite")
+    ends = np.zeros(total)
+    ends[np.cumsum(lengths) - 1] = 1.0
+    time = torch.cat([torch.arange(length) for length in lengths]).to(device)
     obs, actions = torch.as_tensor(obs, device=device), torch.as_tensor(actions, device=device)
-    times = torch.as_tensor(times, device=device)
     update_obs_scale(agent, obs)
 
     # Critic: L1 on Monte-Carlo returns, which are the GAE of V = 0 at lambda = 1
@@ -611,58 +657,60 @@ def update(agent: Agent, obs, actions, rewards, times, ends) -> dict[str, float]
     minibatches = iter(uniform_minibatches(total, args, agent.generator).to(device))
     if agent.updates == 1:  # the first minibatch ever sets the biases instead
         i = next(minibatches)
-        agent.critic.center(agent.critic_input(obs[i], times[i]))
+        agent.critic.center(agent.critic_input(obs[i], time[i]))
     value_loss = fit(
         "value", agent.optimizers["critic"], minibatches,
-        lambda i: (agent.get_value(obs[i], times[i]) - targets[i]).abs().mean(),
+        lambda i: (agent.get_value(obs[i], time[i]) - targets[i]).abs().mean(),
     )  # fmt: skip
 
     # Advantages with the new critic; the value after an episode's last step is 0
     with torch.no_grad():
-        values = agent.get_value(obs, times).cpu().double().numpy()
-        mean_old, logvar_old = agent.policy(obs)
+        values = agent.get_value(obs, time).cpu().double().numpy()
+        mean_old, logvar_old = agent.mean(obs), agent.logvar(obs)
     raw_advantages = gae(rewards, np.append(values, 0.0), ends, ends, args.gamma, args.gae_lambda)
     advantages = normalize_advantages(raw_advantages, args.mode)
     advantages = torch.as_tensor(advantages, dtype=torch.float32, device=device)
     agent.history.append(Batch(obs, actions, advantages))
 
-    losses = {"losses/value_loss": value_loss}
-    minibatches = uniform_minibatches(total, args, agent.generator).to(device)
-    if agent.var_net is not None:
-        # Variance first, from the history, about the mean that has not moved yet
+    # Variance first, from the history, about the mean that has not moved yet
+    variance_loss_mean = math.nan
+    if args.mode.startswith("ppo-cma"):
         past = Batch(*(torch.cat(field) for field in zip(*agent.history, strict=True)))
         sizes = [len(batch.obs) for batch in agent.history]
-        losses["losses/variance_loss"] = fit(
+        variance_loss_mean = fit(
             "variance", agent.optimizers["var_net"],
             history_minibatches(sizes, total, args, agent.generator).to(device),
-            lambda i: variance_loss(past.actions[i], past.advantages[i], *agent.policy(past.obs[i])),
+            lambda i: variance_loss(
+                past.actions[i], past.advantages[i], agent.mean(past.obs[i]),
+                agent.logvar(past.obs[i]),
+            ),
         )  # fmt: skip
-        mirror = args.mode == "ppo-cma-m"
 
-        def policy_loss(i):
-            mean, logvar = agent.policy(obs[i])
-            return mean_loss(actions[i], advantages[i], mean, logvar, mean_old[i], mirror)
-
-    elif args.mode == "ppo":
+    # Then the mean, from this iteration
+    with torch.no_grad():
+        logvar = agent.logvar(obs)
         log_density_old = log_density(actions, mean_old, logvar_old)
 
-        def policy_loss(i):
-            policy = agent.policy(obs[i])
-            return ppo_loss(actions[i], advantages[i], *policy, log_density_old[i], args)
+    def policy_loss(i: torch.Tensor) -> torch.Tensor:
+        a, advantage, mean = actions[i], advantages[i], agent.mean(obs[i])
+        if args.mode == "ppo":
+            new, old = agent.logvar(obs[i]), log_density_old[i]
+            return ppo_loss(a, advantage, mean, new, old, args.clip_coef, args.ent_coef)
+        if args.mode in ("pg", "pg-pos"):
+            return pg_loss(a, advantage, mean, agent.logvar(obs[i]))
+        return mean_loss(a, advantage, mean, logvar[i], mean_old[i], args.mode == "ppo-cma-m")
 
-    else:
-
-        def policy_loss(i):
-            return pg_loss(actions[i], advantages[i], *agent.policy(obs[i]))
-
-    losses["losses/policy_loss"] = fit(
-        "policy", agent.optimizers["mean_net"], minibatches, policy_loss
-    )
+    minibatches = uniform_minibatches(total, args, agent.generator).to(device)
+    policy_loss_mean = fit("policy", agent.optimizers["mean_net"], minibatches, policy_loss)
     if not all(parameter.isfinite().all() for parameter in agent.parameters()):
         raise FloatingPointError("a parameter is not finite")
-    return losses | {
+    entropy = 0.5 * (logvar_old + math.log(2 * math.pi * math.e)).sum(-1).mean()
+    return {
+        "losses/value_loss": value_loss,
+        "losses/variance_loss": variance_loss_mean,
+        "losses/policy_loss": policy_loss_mean,
+        "losses/entropy": entropy.item(),
         "losses/explained_variance": 1.0 - np.var(returns - values) / (np.var(returns) or np.nan),
-        "losses/entropy": (0.5 * logvar_old + 1.4189385).sum(-1).mean().item(),
         "charts/policy_std": (0.5 * logvar_old).exp().mean().item(),
         "charts/positive_advantages": float((raw_advantages > 0).mean()),
         "charts/history_length": len(agent.history),
@@ -684,7 +732,7 @@ def rollout(agent: Agent, envs, run: "Run", args: Args):
     budget = args.iter_steps
     while len(ids):
         actions = agent.act(obs)  # [K, A]
-        next_obs, rewards, dones, steps = repeat_step(envs, ids, actions, args.action_repeat)
+        next_obs, rewards, dones, steps = envs.step(ids, actions)
         budget -= steps.sum()
         run.global_step += int(steps.sum())
         returns[ids] += rewards
@@ -822,6 +870,7 @@ def save_checkpoint(run: Run, agent: Agent):
         "history": [tuple(batch) for batch in agent.history],
         "updates": agent.updates,
         "generator": agent.generator.get_state(),
+        "noise": agent.noise.bit_generator.state,
         "counters": {
             "global_step": run.global_step, "iteration": run.iteration,
             "episodes": list(run.episodes), "seconds": run.seconds(),
@@ -863,36 +912,30 @@ def load_agent(agent: Agent, checkpoint: dict):
     agent.history.extend(Batch(*(x.to(device) for x in b)) for b in checkpoint["history"])
     agent.updates = checkpoint["updates"]
     agent.generator.set_state(checkpoint["generator"])
+    agent.noise.bit_generator.state = checkpoint["noise"]
+    agent.refresh_actor()
 
 
 def evaluate(agent: Agent, args: Args, folder: Path) -> list[float]:
     """Play `eval_episodes` with the mean action, print each return; videos into folder/videos."""
-    args = Args(**asdict(args) | {"num_envs": 1, "render": False})
+    args = dataclasses.replace(args, num_envs=1, render=False)
     if args.capture_video:
         if sys.platform == "linux" and not os.environ.get("DISPLAY"):
             os.environ.setdefault("MUJOCO_GL", "egl")
-        envs = GymnasiumEnvs(args)
-        video = make_env(args.env_id, render_mode="rgb_array")
-        envs.envs = [
-            gym.wrappers.RecordVideo(
-                video, str(folder / "videos"), episode_trigger=lambda _: True, disable_logger=True
-            )
-        ]
+        envs = GymnasiumEnvs(args, video_folder=folder / "videos")
     else:
         envs = make_envs(args)
     returns = []
     for episode in range(args.eval_episodes):
         obs, done, total = envs.reset(0, episode_seed(args.seed, 2**20, episode)), False, 0.0
         while not done:
-            action = agent.act(obs[None], deterministic=True)
-            next_obs, reward, dones, _ = repeat_step(
-                envs, np.arange(1), action, args.action_repeat
-            )
-            obs, done, total = next_obs[0], dones[0], total + reward[0]
-        returns.append(float(total))
+            action = agent.act(obs, deterministic=True)
+            (obs,), (reward,), (done,), _ = envs.step(np.arange(1), action[None])
+            total += float(reward)
+        returns.append(total)
         print(f"eval_episode={episode}, episodic_return={total:.2f}", flush=True)
     envs.close()
-    print(f"mean action over {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
+    print(f"mean action, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
 
 
@@ -916,7 +959,7 @@ def train(args: Args) -> str:
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else None
     envs = make_envs(args)
-    agent = Agent(envs, args, pretrain=not checkpoint).to(device)
+    agent = Agent(envs, args, device, pretrain=not checkpoint)
     run = Run(args, checkpoint)
     if checkpoint:
         load_agent(agent, checkpoint)
