@@ -36,20 +36,20 @@ bootstrapping at time limits.
 """
 
 import contextlib
-import copy
 import csv
 import dataclasses
 import difflib
 import hashlib
 import importlib.metadata
+import importlib.util
 import io
 import itertools
 import json
 import math
 import os
-import pickle
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -149,10 +149,10 @@ class Args:
     """has no effect: total-timesteps and iter-steps set it"""
 
 
-# A resumed run may change these; every other argument is the run's own.
+# What a resumed run may change; every other argument is the run's own.
 CHANGEABLE = {
     "cuda", "num_threads", "compile", "track", "wandb_project_name", "wandb_entity", "render",
-    "capture_video", "save_model", "run_dir", "run_suffix", "resume", "evaluate", "eval_episodes",
+    "capture_video", "save_model", "run_suffix", "run_dir", "resume", "evaluate", "eval_episodes",
     "checkpoint_interval", "total_timesteps", "num_iterations",
 }  # fmt: skip
 
@@ -174,9 +174,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
         except SystemExit as end:
             if not end.code:
                 raise
-        # tyro frames its message; the text is what stands between the frame's first two rules
-        text = re.split(r"╮|─{9,}[\s│╰]", errors.getvalue())[1]
-        fail(f"{re.sub('[│─╭╰]+', ' ', text)} (see --help)")
+        lines = [line.strip("│ ") for line in errors.getvalue().splitlines()]  # tyro's framed text
+        rule = next(i for i, line in enumerate(lines) if i and not line.strip("─╰╯"))
+        fail(f"{' '.join(lines[1:rule])} (see --help)")
 
     args = parse(Args())
     if args.resume and args.evaluate:
@@ -187,20 +187,21 @@ def parse_args(argv: list[str] | None = None) -> Args:
         for name in () if args.evaluate else saved.keys() - CHANGEABLE:
             if getattr(args, name) != saved[name]:
                 flag = f"--{name.replace('_', '-')}"
-                fail(f"{flag}: the run to resume has {saved[name]!r}; it can't change in mid-run")
+                fail(f"{flag} is {saved[name]} in the run to resume, and can't change in mid-run")
     args.mode = args.mode.lower().replace("_", "-")
     if args.mode not in MODES:
         fail(f"--mode {args.mode}: choose one of {', '.join(MODES)}")
+    least = {"seed": 0, "num_iterations": 0, "learning_rate": 1e-9}
+    most = {"gamma": 1, "gae_lambda": 1, "learning_rate": 1}
     for name, value in asdict(args).items():
-        if type(value) is int and value < (name not in ("seed", "num_iterations")):
-            fail(f"--{name.replace('_', '-')} {value}: too small")
-    if not args.learning_rate > 0:
-        fail(f"--learning-rate {args.learning_rate}: must be above 0")
-    for name in ("gamma", "gae_lambda"):
-        if not 0 <= getattr(args, name) <= 1:
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)}: must lie in [0, 1]")
-    if args.capture_video and not importlib.util.find_spec("moviepy"):
-        fail("--capture-video needs moviepy: pip install moviepy")
+        low, high = least.get(name, type(value) is int), most.get(name, math.inf)
+        if type(value) in (int, float) and not low <= value <= high:
+            fail(f"--{name.replace('_', '-')} {value}: must lie between {low:g} and {high:g}")
+    for flag, module in (("capture_video", "moviepy"), ("track", "wandb")):
+        if getattr(args, flag) and not importlib.util.find_spec(module):
+            fail(f"--{flag.replace('_', '-')} needs {module}: pip install {module}")
+    if args.render and sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        fail("--render needs a display; --capture-video records without one")
     if args.num_iterations:
         print("--num-iterations has no effect: --total-timesteps and --iter-steps set it")
     return args
@@ -212,6 +213,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
 def make_env(args: Args, index: int = 0, video_folder: Path | None = None) -> gym.Env:
     """A gymnasium environment with flat observations; one clear line if there is no such thing."""
     gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
+    if video_folder and sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")
     mode = "rgb_array" if video_folder else "human" if args.render and index == 0 else None
     try:
         if args.env_id.startswith("dm_control/"):
@@ -230,7 +233,7 @@ def make_env(args: Args, index: int = 0, video_folder: Path | None = None) -> gy
 class GymnasiumEnvs:
     """`num_envs` gymnasium environments, stepped one after the other in this process."""
 
-    def __init__(self, args: Args, video_folder: Path | None = None):
+    def __init__(self, args: Args, first: int = 0, video_folder: Path | None = None):
         self.action_repeat = args.action_repeat
         self.envs = [make_env(args, i, video_folder) for i in range(args.num_envs)]
         self.single_observation_space = self.envs[0].observation_space
@@ -270,6 +273,8 @@ class EnvPoolEnvs:
         except ImportError:
             fail("--env-backend envpool: not installed; pip install envpool")
         self.action_repeat = args.action_repeat
+        if first:
+            print("EnvPool's generators can't be restored: resuming with new episodes")
         # EnvPool's Humanoid-v4 leaves the contact forces at 0 without post_constraint
         more = {"post_constraint": True} if re.match("Humanoid.*-v4$", args.env_id) else {}
         seeds = [episode_seed(args.seed, i, first) for i in range(args.num_envs)]
@@ -290,7 +295,8 @@ class EnvPoolEnvs:
 
     def step(self, ids: np.ndarray, actions: np.ndarray):
         obs = np.zeros((len(ids), *self.single_observation_space.shape), np.float32)
-        rewards, dones, steps = np.zeros(len(ids)), np.zeros(len(ids), bool), np.zeros(len(ids), int)
+        rewards, steps = np.zeros(len(ids)), np.zeros(len(ids), int)
+        dones = np.zeros(len(ids), bool)
         for _ in range(self.action_repeat):
             on = np.flatnonzero(~dones)
             if len(on):
@@ -307,8 +313,9 @@ class EnvPoolEnvs:
         self.pool.close()
 
 
-def make_envs(args: Args, **kwargs):
-    return (EnvPoolEnvs if args.env_backend == "envpool" else GymnasiumEnvs)(args, **kwargs)
+def make_envs(args: Args, first: int = 0):
+    """The environments of the chosen backend, for a run that starts at step `first`."""
+    return (EnvPoolEnvs if args.env_backend == "envpool" else GymnasiumEnvs)(args, first)
 
 
 def episode_seed(*key: int) -> int:
@@ -339,24 +346,22 @@ class MLP(nn.Module):
             self.from_first.weight.copy_(rows[1][:, inputs:])
             self.from_both.weight.copy_(rows[2][:, inputs:])
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., inputs] -> [..., outputs]
+    def layers(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Pre-activations of the three layers, [..., width] each, at inputs x [..., inputs]."""
         first, second, output = self.from_input(x).split(self.widths, dim=-1)
-        first = F.leaky_relu(first, 0.1)
-        second = F.leaky_relu(second + self.from_first(first), 0.1)
-        return output + self.from_both(torch.cat([first, second], dim=-1))
+        h1 = F.leaky_relu(first, 0.1)
+        second = second + self.from_first(h1)
+        h2 = F.leaky_relu(second, 0.1)
+        return first, second, output + self.from_both(torch.cat([h1, h2], dim=-1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)[-1]
 
     @torch.no_grad()
     def center(self, x: torch.Tensor):
         """Set the biases so that every pre-activation has mean 0 over the batch x [B, inputs]."""
-        self.from_input.bias.zero_()
-        first, second, output = self.from_input(x).split(self.widths, dim=-1)
-        bias_1 = -first.mean(dim=0)
-        first = F.leaky_relu(first + bias_1, 0.1)
-        second = second + self.from_first(first)
-        bias_2 = -second.mean(dim=0)
-        second = F.leaky_relu(second + bias_2, 0.1)
-        output = output + self.from_both(torch.cat([first, second], dim=-1))
-        self.from_input.bias.copy_(torch.cat([bias_1, bias_2, -output.mean(dim=0)]))
+        for k, bias in enumerate(self.from_input.bias.split(self.widths)):
+            bias -= self.layers(x)[k].mean(dim=0)
 
 
 class Batch(NamedTuple):
@@ -465,11 +470,12 @@ class Agent(nn.Module):
         from_input, bias, from_first, from_both, middle, half, low, high, mean, std = self.actor
         if self.updates > 0:
             nets, h, _ = from_first.shape
-            z = (np.asarray(obs, np.float32) @ from_input + bias).reshape(-1, nets, 1, len(bias) // nets)
-            first = np.maximum(z[..., :h], 0.1 * z[..., :h])  # leaky ReLU, [K, nets, 1, hidden]
-            second = z[..., h : 2 * h] + first @ from_first
-            second = np.maximum(second, 0.1 * second)
-            raw = z[..., 2 * h :] + np.concatenate((first, second), axis=-1) @ from_both
+            z = np.asarray(obs, np.float32) @ from_input + bias
+            z = z.reshape(-1, nets, 1, len(bias) // nets)
+            h1 = np.maximum(z[..., :h], 0.1 * z[..., :h])  # leaky ReLU, [K, nets, 1, hidden]
+            h2 = z[..., h : 2 * h] + h1 @ from_first
+            h2 = np.maximum(h2, 0.1 * h2)
+            raw = z[..., 2 * h :] + np.concatenate((h1, h2), axis=-1) @ from_both
             # the sigmoid between two bounds, as a tanh about their middle
             policy = middle + half * np.tanh(0.5 * raw.reshape(*obs.shape[:-1], len(middle)))
             mean, std = policy[..., : len(low)], np.exp(0.5 * policy[..., len(low) :])
@@ -576,14 +582,13 @@ def pg_loss(actions, advantages, mean, logvar) -> torch.Tensor:
 
 def uniform_minibatches(size: int, args: Args, generator: torch.Generator) -> torch.Tensor:
     """Indices [n_updates, min(M, size)] of samples, uniform with replacement."""
-    return torch.randint(size, (args.n_updates, min(args.minibatch_size, size)), generator=generator)
+    shape = (args.n_updates, min(args.minibatch_size, size))
+    return torch.randint(size, shape, generator=generator)
 
 
 def history_minibatches(sizes, batch: int, args: Args, generator: torch.Generator) -> torch.Tensor:
-    """Indices [n_updates, min(M, batch)] into the concatenated iterations of the given sizes.
-
-    An iteration is drawn first, then a sample of it, so that each weighs the same whatever its size.
-    """
+    """Indices [n_updates, min(M, batch)] into the concatenated iterations of the given sizes: first
+    an iteration is drawn, then a sample of it, so that each weighs the same whatever its size."""
     sizes = torch.tensor(sizes)
     shape = (args.n_updates, min(args.minibatch_size, batch))
     slots = torch.randint(len(sizes), shape, generator=generator)
@@ -673,11 +678,11 @@ def update(agent: Agent, obs, actions, rewards, lengths) -> dict[str, float]:
     agent.history.append(Batch(obs, actions, advantages))
 
     # Variance first, from the history, about the mean that has not moved yet
-    variance_loss_mean = math.nan
+    losses = {"losses/value_loss": value_loss}
     if args.mode.startswith("ppo-cma"):
         past = Batch(*(torch.cat(field) for field in zip(*agent.history, strict=True)))
         sizes = [len(batch.obs) for batch in agent.history]
-        variance_loss_mean = fit(
+        losses["losses/variance_loss"] = fit(
             "variance", agent.optimizers["var_net"],
             history_minibatches(sizes, total, args, agent.generator).to(device),
             lambda i: variance_loss(
@@ -701,14 +706,13 @@ def update(agent: Agent, obs, actions, rewards, lengths) -> dict[str, float]:
         return mean_loss(a, advantage, mean, logvar[i], mean_old[i], args.mode == "ppo-cma-m")
 
     minibatches = uniform_minibatches(total, args, agent.generator).to(device)
-    policy_loss_mean = fit("policy", agent.optimizers["mean_net"], minibatches, policy_loss)
+    losses["losses/policy_loss"] = fit(
+        "policy", agent.optimizers["mean_net"], minibatches, policy_loss
+    )
     if not all(parameter.isfinite().all() for parameter in agent.parameters()):
         raise FloatingPointError("a parameter is not finite")
     entropy = 0.5 * (logvar_old + math.log(2 * math.pi * math.e)).sum(-1).mean()
-    return {
-        "losses/value_loss": value_loss,
-        "losses/variance_loss": variance_loss_mean,
-        "losses/policy_loss": policy_loss_mean,
+    return losses | {
         "losses/entropy": entropy.item(),
         "losses/explained_variance": 1.0 - np.var(returns - values) / (np.var(returns) or np.nan),
         "charts/policy_std": (0.5 * logvar_old).exp().mean().item(),
@@ -752,40 +756,42 @@ def rollout(agent: Agent, envs, run: "Run", args: Args):
 
 
 class Run:
-    """A run's folder and counters. Logs continue where a checkpoint left them, with no row twice."""
+    """A run's folder and counters. Logs go on where the checkpoint left them, with no row twice."""
 
     def __init__(self, args: Args, checkpoint: dict | None = None):
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        name += f"__{args.run_suffix}" if args.run_suffix else ""
-        self.folder = args.resume or args.run_dir or Path("runs") / name
-        self.args, self.checkpoint = args, checkpoint or {}
-        counters = self.checkpoint.get("counters", {})
-        self.global_step = counters.get("global_step", 0)
-        self.iteration = counters.get("iteration", 0)
-        self.episodes = counters.get("episodes", [0] * args.num_envs)  # started, per environment
+        self.args, state = args, checkpoint or {}
+        self.name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        self.name += f"__{args.run_suffix}" if args.run_suffix else ""
+        self.folder = args.resume or args.run_dir or Path("runs") / self.name
+        self.global_step = state.get("global_step", 0)
+        self.iteration = state.get("iteration", 0)
+        self.episodes = state.get("episodes", [0] * args.num_envs)  # started, per environment
         self.first_step, self.start = self.global_step, time.time()
-        self.start_seconds = counters.get("seconds", 0.0)
+        self.seconds_before = state.get("seconds", 0.0)
         if not checkpoint and self.folder.exists() and any(self.folder.iterdir()):
-            fail(f"--run-dir {self.folder}: not empty; --resume continues a run")
+            fail(f"--run-dir {self.folder}: not empty; --resume {self.folder} continues a run")
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in [*self.folder.glob("events.out.tfevents.*"), *self.folder.glob("*.csv")]:
-            size = self.checkpoint.get("logs", {}).get(path.name)
+        for path in self.logs():
+            size = state["logs"].get(path.name)
             path.unlink() if size is None else os.truncate(path, size)
         self.writer = SummaryWriter(str(self.folder))
-        self.csv_file = open(self.folder / "episodes.csv", "a", buffering=1, newline="")
+        self.csv_file = open(self.folder / "episodes.csv", "a", buffering=1, newline="")  # noqa: SIM115
         self.csv = csv.writer(self.csv_file, lineterminator="\n")
         if not checkpoint:
             self.csv.writerow(["global_step", "seconds", "return", "length"])
-            rows = "\n".join(f"|{key}|{value}|" for key, value in asdict(args).items())
-            self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
-        self.write_json(status="running")
+            rows = "".join(f"\n|{name}|{value}|" for name, value in asdict(args).items())
+            self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|{rows}")
+        self.write_json("running")
         self.bar = tqdm(
             total=args.total_timesteps, initial=self.global_step, unit="step", unit_scale=True,
             disable=None, dynamic_ncols=True, leave=False,
         )  # fmt: skip
 
+    def logs(self) -> list[Path]:
+        return [*self.folder.glob("events.out.tfevents.*"), *self.folder.glob("episodes.csv")]
+
     def seconds(self) -> float:
-        return self.start_seconds + time.time() - self.start
+        return self.seconds_before + time.time() - self.start
 
     def next_episode_seed(self, i: int) -> int:
         self.episodes[i] += 1
@@ -806,77 +812,80 @@ class Run:
         metrics |= {"charts/SPS": sps, "charts/learning_rate": self.args.learning_rate}
         for tag, value in metrics.items():
             self.writer.add_scalar(tag, value, self.global_step)
-        self.bar.write(
-            f"global_step={self.global_step}, "
-            f"episodic_return={metrics['charts/mean_episodic_return']:.2f}, "
-            f"policy_std={metrics['charts/policy_std']:.3f}, SPS: {sps}",
-            file=sys.stdout,
-        )
+        line = f"global_step={self.global_step}, "
+        line += f"episodic_return={metrics['charts/mean_episodic_return']:.2f}, "
+        line += f"policy_std={metrics['charts/policy_std']:.3f}, SPS: {sps}"
+        self.bar.write(line, file=sys.stdout)
         sys.stdout.flush()
 
     def write_json(self, status: str, **more):
         """run.json: what a reader needs to believe, repeat or continue this run."""
 
-        def git(*command):
-            here = Path(__file__).parent
-            result = subprocess.run(["git", *command], cwd=here, capture_output=True, text=True)
-            return result.stdout.strip() if result.returncode == 0 else None
+        def git(*command: str) -> str | None:
+            folder = Path(__file__).resolve().parent
+            done = subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True)
+            return None if done.returncode else done.stdout.strip()
 
-        def version(package):
+        cpu, has_git = platform.processor(), shutil.which("git")
+        with contextlib.suppress(OSError, IndexError):
+            cpu = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[0]
+        versions = {"python": platform.python_version()}
+        for package in ("torch", "gymnasium", "mujoco", "numpy", "envpool"):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                return importlib.metadata.version(package)
-
-        packages = ("torch", "gymnasium", "mujoco", "numpy", "envpool")
+                versions[package] = importlib.metadata.version(package)
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         content = {
             "script": Path(__file__).name,
             "status": status,
-            "args": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self.args).items()},
+            "args": savable(self.args),
             "seed": self.args.seed,
             "global_step": self.global_step,
             "wall_seconds": round(self.seconds(), 2),
-            "versions": {"python": platform.python_version()} | {p: version(p) for p in packages},
-            "git_commit": git("rev-parse", "HEAD"),
-            "git_dirty": bool(git("status", "--porcelain")),
+            "versions": versions,
+            "git_commit": git("rev-parse", "HEAD") if has_git else None,
+            "git_dirty": bool(git("status", "--porcelain")) if has_git else None,
             "source_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
-            "hardware": {"machine": platform.machine(), "cpus": os.cpu_count(), "gpu": gpu},
+            "hardware": {"cpu": cpu, "cores": os.cpu_count(), "gpu": gpu},
         }
         temporary = self.folder / "run.json.tmp"
         temporary.write_text(json.dumps(content | more, indent=2) + "\n")
         temporary.replace(self.folder / "run.json")
 
-    def final_return(self, episodes: int = 100) -> float:
-        """Mean training return of the last `episodes` episodes."""
-        with open(self.folder / "episodes.csv") as file:
-            last = deque(csv.DictReader(file), maxlen=episodes)
-        return float(np.mean([float(row["return"]) for row in last]))
-
-    def close(self, status: str, **more):
+    def close(self, status: str) -> float:
+        """Close the logs; returns the mean training return of the last 100 episodes."""
         self.bar.close()
         self.writer.close()
         self.csv_file.close()
-        self.write_json(status, **more)
+        with open(self.folder / "episodes.csv") as file:
+            last = deque(csv.DictReader(file), maxlen=100)
+        final = sum(float(row["return"]) for row in last) / len(last) if last else math.nan
+        self.write_json(status, final_return=round(final, 4) if last else None)
+        return final
+
+
+def savable(args: Args) -> dict:
+    """The arguments as plain values; not the folders, which may move."""
+    return asdict(dataclasses.replace(args, run_dir=None, resume=None, evaluate=None))
 
 
 def save_checkpoint(run: Run, agent: Agent):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    logs = [*run.folder.glob("events.out.tfevents.*"), run.folder / "episodes.csv"]
     content = {
         "script": Path(__file__).stem,
-        "args": {k: str(v) if isinstance(v, Path) else v for k, v in asdict(run.args).items()},
+        "args": savable(run.args),
         "agent": agent.state_dict(),
-        "optimizers": {name: opt.state_dict() for name, opt in agent.optimizers.items()},
+        "optimizers": {name: adam.state_dict() for name, adam in agent.optimizers.items()},
         "history": [tuple(batch) for batch in agent.history],
         "updates": agent.updates,
         "generator": agent.generator.get_state(),
         "noise": agent.noise.bit_generator.state,
-        "counters": {
-            "global_step": run.global_step, "iteration": run.iteration,
-            "episodes": list(run.episodes), "seconds": run.seconds(),
-        },
-        "logs": {path.name: path.stat().st_size for path in logs},
-    }  # fmt: skip
+        "global_step": run.global_step,
+        "iteration": run.iteration,
+        "episodes": run.episodes,
+        "seconds": run.seconds(),
+        "logs": {path.name: path.stat().st_size for path in run.logs()},
+    }
     temporary = run.folder / "checkpoint.pt.tmp"
     with open(temporary, "wb") as file:
         torch.save(content, file)
@@ -889,23 +898,23 @@ def load_checkpoint(folder: Path) -> dict:
     """The checkpoint in a run's folder; one clear line if there is none, or not one of ours."""
     path = Path(folder) / "checkpoint.pt"
     if not path.is_file():
-        fail(f"{folder}: no checkpoint.pt there; a run writes its first one when training starts")
+        fail(f"{folder}: no checkpoint.pt there; a run writes its first one as training starts")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         script = content["script"]
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, OSError) as error:
-        fail(f"{path}: not a checkpoint, or damaged ({type(error).__name__})")
+    except Exception as error:  # damage shows in many ways
+        fail(f"{path}: damaged, or not a checkpoint of this project ({type(error).__name__})")
     if script != Path(__file__).stem:
         fail(f"{path}: written by {script}.py; use that script")
     return content
 
 
 def load_agent(agent: Agent, checkpoint: dict):
-    """Put a checkpoint into an agent built for the same environment and arguments."""
+    """Put a checkpoint into an agent made for the same environment with the same arguments."""
     try:
         agent.load_state_dict(checkpoint["agent"])
     except RuntimeError:
-        fail("the checkpoint's networks do not fit this environment: was its --env-id changed?")
+        fail("the checkpoint does not fit this environment: another version of it, or another id?")
     for name, optimizer in agent.optimizers.items():
         optimizer.load_state_dict(checkpoint["optimizers"][name])
     device = agent.low.device
@@ -916,18 +925,18 @@ def load_agent(agent: Agent, checkpoint: dict):
     agent.refresh_actor()
 
 
-def evaluate(agent: Agent, args: Args, folder: Path) -> list[float]:
-    """Play `eval_episodes` with the mean action, print each return; videos into folder/videos."""
+def evaluate(args: Args) -> list[float]:
+    """Play `eval_episodes` with the mean action of the agent saved in `args.evaluate`, print each
+    return; with `capture_video`, record them into its videos/. Writes nothing else."""
+    torch.set_num_threads(args.num_threads)
     args = dataclasses.replace(args, num_envs=1, render=False)
-    if args.capture_video:
-        if sys.platform == "linux" and not os.environ.get("DISPLAY"):
-            os.environ.setdefault("MUJOCO_GL", "egl")
-        envs = GymnasiumEnvs(args, video_folder=folder / "videos")
-    else:
-        envs = make_envs(args)
+    video = {"video_folder": args.evaluate / "videos"} if args.capture_video else {}
+    envs = GymnasiumEnvs(args, **video) if video else make_envs(args)
+    agent = Agent(envs, args, pretrain=False)
+    load_agent(agent, load_checkpoint(args.evaluate))
     returns = []
     for episode in range(args.eval_episodes):
-        obs, done, total = envs.reset(0, episode_seed(args.seed, 2**20, episode)), False, 0.0
+        obs, done, total = envs.reset(0, episode_seed(args.seed, 2**31, episode)), False, 0.0
         while not done:
             action = agent.act(obs, deterministic=True)
             (obs,), (reward,), (done,), _ = envs.step(np.arange(1), action[None])
@@ -943,13 +952,28 @@ def evaluate(agent: Agent, args: Args, folder: Path) -> list[float]:
 
 
 def compile_networks(agent: Agent):
+    """torch.compile each network in place; go on without where no compiler works."""
     try:
-        torch.compile(torch.sin)(torch.zeros(2))
+        torch.compile(lambda x: x.sin() + x.cos())(torch.zeros(8))
     except Exception as error:  # whatever a missing or broken compiler raises
-        print(f"--compile: going on eagerly, no working compiler ({type(error).__name__})")
+        print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
         return
     for net in agent.children():
         net.compile()
+
+
+def stop_on_signals() -> list[int]:
+    """The first SIGTERM or Ctrl-C is put into the list returned; a second one acts at once."""
+    received = []
+
+    def handler(number, frame):
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        print("stopping after this iteration; once more: at once", file=sys.stderr, flush=True)
+
+    signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGINT, handler)
+    return received
 
 
 def train(args: Args) -> str:
@@ -958,39 +982,67 @@ def train(args: Args) -> str:
     torch.backends.cudnn.deterministic = args.torch_deterministic
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else None
-    envs = make_envs(args)
+    envs = make_envs(args, checkpoint["global_step"] if checkpoint else 0)
     agent = Agent(envs, args, device, pretrain=not checkpoint)
-    run = Run(args, checkpoint)
     if checkpoint:
         load_agent(agent, checkpoint)
-    else:
-        save_checkpoint(run, agent)
     if args.compile:
         compile_networks(agent)
-    stop = []
-    def request_stop(signum, frame):
-        if stop: raise KeyboardInterrupt
-        stop.append(signum)
-        print("stopping")
-    signal.signal(signal.SIGTERM, request_stop)
-    signal.signal(signal.SIGINT, request_stop)
-    while run.global_step < args.total_timesteps and not stop:
-        rollout(agent, envs, run, args)
-        metrics = agent.update_with_memorized()
-        run.log_iteration(metrics)
-        if run.iteration % args.checkpoint_interval == 0:
-            save_checkpoint(run, agent)
-    save_checkpoint(run, agent)
-    run.close("finished" if not stop else "running", final_return=run.final_return())
+    run = Run(args, checkpoint)
+    if not checkpoint:
+        save_checkpoint(run, agent)
+    if args.track:
+        import wandb
+
+        wandb.init(
+            project=args.wandb_project_name, entity=args.wandb_entity, name=run.name,
+            config=asdict(args), sync_tensorboard=True, save_code=True,
+        )  # fmt: skip
+    parameters = sum(p.numel() for p in agent.parameters())
+    print(f"{args.mode} on {args.env_id}, {device}, {parameters:,} parameters, into {run.folder}")
+    print(
+        f"steps {run.global_step:,} to {args.total_timesteps:,}; an iteration: {args.iter_steps:,} "
+        f"steps, {args.n_updates} minibatches of {args.minibatch_size} for each network",
+        flush=True,
+    )
+    stop = stop_on_signals()
+
+    try:
+        while run.global_step < args.total_timesteps and not stop:
+            rollout(agent, envs, run, args)
+            metrics = agent.update_with_memorized()
+            run.log_iteration(metrics)
+            if run.iteration % args.checkpoint_interval == 0:
+                save_checkpoint(run, agent)
+        save_checkpoint(run, agent)
+    except Exception as error:
+        run.close("failed")
+        if not isinstance(error, FloatingPointError):
+            raise
+        where = f"{run.folder}: stopped in iteration {run.iteration + 1}"
+        print(f"{where}: {error}; its checkpoint.pt is the last good one", file=sys.stderr)
+        raise SystemExit(1) from None
+
     envs.close()
-    return str(run.folder)
+    script = f"python {Path(__file__).name}"
+    if run.global_step < args.total_timesteps:
+        run.close("running")
+        print(f"stopped at step {run.global_step:,}; go on with: {script} --resume {run.folder}")
+        raise SystemExit(128 + stop[0])
+    final = run.close("finished")
+    print(f"return {final:.2f} (mean of the last 100 training episodes), {run.seconds():.0f} s")
+    print(f"play it:   {script} --evaluate {run.folder}")
+    print(f"train on:  {script} --resume {run.folder} --total-timesteps {2 * args.total_timesteps}")
+    if args.save_model:
+        torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
+    if args.capture_video:
+        evaluate(dataclasses.replace(args, evaluate=run.folder))
+    return run.name
 
 
 if __name__ == "__main__":
     args = parse_args()
     if args.evaluate:
-        agent = Agent(make_envs(args), args, pretrain=False)
-        load_agent(agent, load_checkpoint(args.evaluate))
-        evaluate(agent, args, args.evaluate)
+        evaluate(args)
     else:
         run_name = train(args)
