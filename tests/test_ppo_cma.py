@@ -1,0 +1,669 @@
+"""PPO-CMA against the algorithm's specification: golden numbers of the original program (measured
+on it, seeds and all), fixed points and statistics. The numbers in the test names are the spec's."""
+
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import ppo_cma
+from ppo_cma import Agent, Args, gae, log_density, mean_loss, normalize_advantages, variance_loss
+
+
+def problem(obs_dim=1, low=(-1.0,), high=(1.0,)):
+    return SimpleNamespace(
+        observation_space=gym.spaces.Box(-np.inf, np.inf, (obs_dim,)),
+        action_space=gym.spaces.Box(np.array(low, np.float32), np.array(high, np.float32)),
+    )
+
+
+def make_agent(obs_dim=1, low=(-1.0,), high=(1.0,), pretrain=False, **args) -> Agent:
+    return Agent(problem(obs_dim, low, high), Args(**args), pretrain=pretrain)
+
+
+def batch(agent: Agent, size=300, episode=30, seed=0, reward=None):
+    """Arguments of `update`: random states, the agent's own actions, rewards by `reward(a)`."""
+    rng = np.random.default_rng(seed)
+    obs = rng.normal(size=(size, len(agent.obs_scale))).astype(np.float32)
+    actions = agent.act(obs)
+    rewards = rng.normal(size=size) if reward is None else reward(actions)
+    return obs, actions, rewards.astype(np.float64), np.full(size // episode, episode)
+
+
+def weights(net) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in net.parameters()])
+
+
+class Constant(torch.nn.Module):
+    """A network with one output vector for every state, for fixed points of the losses."""
+
+    def __init__(self, outputs: int, value=0.0):
+        super().__init__()
+        self.raw = torch.nn.Parameter(torch.full((outputs,), value))
+
+    def forward(self, x):
+        return self.raw.expand(*x.shape[:-1], -1)
+
+
+# --- 1 squash, 2 initialisation, 3 pre-training, 4 the first iteration ----------------------------
+
+
+@pytest.mark.parametrize(
+    ("half_range", "raw", "sigma"),
+    [
+        (1.0, 0.0, 0.141421), (1.0, 1.893693, 1.0), (2.0, 0.0, 0.2), (2.0, 2.033902, 2.0),
+        (0.4, 0.0, 0.0894427), (0.4, 1.671836, 0.4), (1.0, 50.0, 2.0), (1.0, -50.0, 0.01),
+    ],
+)  # fmt: skip
+def test_1_deviation_is_a_sigmoid_between_floor_and_full_range(half_range, raw, sigma):
+    agent = make_agent(low=[-half_range], high=[half_range])
+    agent.var_net = Constant(1, raw)
+    assert (0.5 * agent.logvar(torch.zeros(1))).exp().item() == pytest.approx(sigma, rel=2e-5)
+
+
+def test_1_mean_stays_in_an_asymmetric_box():
+    agent = make_agent(low=[-1.0, 0.5], high=[0.25, 3.0])
+    for raw, expected in ((50.0, [0.25, 3.0]), (-50.0, [-1.0, 0.5]), (0.0, [-0.375, 1.75])):
+        agent.mean_net = Constant(2, raw)
+        assert agent.mean(torch.zeros(1)).tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("net", ["mean_net", "var_net", "critic"])
+def test_2_shapes_unit_rows_and_centred_pre_activations(net):
+    agent = make_agent(11, [-1] * 3, [1] * 3)
+    mlp, extra = getattr(agent, net), int(net == "critic")
+    inputs, outputs = 11 + extra, 1 if extra else 3
+    first, second, output = mlp.from_input.weight.split(mlp.widths)
+    second = torch.cat([second, mlp.from_first.weight], dim=1)
+    output = torch.cat([output, mlp.from_both.weight], dim=1)
+    assert first.shape == (128, inputs)
+    assert second.shape == (128, inputs + 128)
+    assert output.shape == (outputs, inputs + 256)
+    for rows in (first, second, output):
+        torch.testing.assert_close(rows.norm(dim=1), torch.ones(len(rows)))
+    x = torch.randn(500, inputs) * 3 + 1
+    mlp.center(x)
+    for pre_activation in mlp.layers(x):
+        assert pre_activation.mean(dim=0).abs().max() < 1e-5
+    # the one-product form is the network with concatenating skip connections and slope 0.1
+    bias = mlp.from_input.bias.split(mlp.widths)
+    h = x
+    for rows, b in zip((first, second), bias, strict=False):
+        z = h @ rows.T + b
+        h = torch.cat([h, torch.where(z > 0, z, 0.1 * z)], dim=1)
+    torch.testing.assert_close(h @ output.T + bias[2], mlp(x), atol=1e-4, rtol=1e-4)
+
+
+def test_2_parameter_counts_of_the_original():
+    def count(mode):
+        return sum(p.numel() for p in make_agent(11, [-1] * 3, [1] * 3, mode=mode).parameters())
+
+    assert count("ppo-cma") == count("ppo-cma-m") == 60_501
+    assert count("ppo") == count("pg") == 41_045
+
+
+def test_3_pretraining_reaches_the_initial_gaussian():
+    agent = make_agent(11, [-1] * 3, [1] * 3, pretrain=True)
+    with torch.no_grad():
+        for scale, low, high in ((1.0, 0.98, 1.02), (0.5, 0.96, 1.01), (0.1, 0.75, 0.87)):
+            x = scale * torch.randn(4000, 11, generator=torch.Generator().manual_seed(7))
+            sigma = (0.5 * agent.logvar(x)).exp()
+            assert low < sigma.mean() < high  # 1.00, .99 and .79-.84 in the original
+            if scale == 1.0:
+                assert (sigma - 1.0).abs().max() < 0.12
+                assert (sigma - 1.0).square().mean().sqrt() < 0.07
+                assert agent.mean(x).square().mean().sqrt() < 0.02 * 2
+
+
+def test_4_first_iteration_samples_the_initial_gaussian_whatever_the_weights():
+    agent = make_agent(3, [-1, 0], [1, 4])
+    agent.mean_net.from_input.bias.data += 100.0
+    actions = agent.act(np.zeros((40_000, 3), np.float32))
+    assert actions.dtype == np.float32
+    for k, (low, high) in enumerate([(-1, 1), (0, 4)]):
+        assert actions[:, k].min() == low
+        assert actions[:, k].max() == high
+        at_bounds = np.isin(actions[:, k], (low, high)).mean()
+        assert at_bounds == pytest.approx(0.317, abs=0.008)
+        assert actions[:, k].mean() == pytest.approx((low + high) / 2, abs=0.02 * (high - low))
+
+
+# --- 5 scaler, 6 returns, 7 advantages ------------------------------------------------------------
+
+
+def test_5_scaler_golden_numbers():
+    agent = make_agent(3)
+    ppo_cma.update_obs_scale(agent, torch.tensor([[1, 10, 0.01], [3, -10, 0.02]]))
+    assert agent.obs_scale.tolist() == pytest.approx([0.223557, 0.049998, 1.0], abs=1e-6)
+    ppo_cma.update_obs_scale(agent, torch.tensor([[0.1, 2.0, 0.0]] * 3))
+    assert agent.obs_sq_mean.tolist() == pytest.approx([2.505, 52.0, 0.000125], rel=1e-5)
+    assert agent.obs_scale.tolist() == pytest.approx([0.223557, 0.049998, 1.0], abs=1e-6)
+
+
+def test_5_scaler_weighs_iterations_equally_and_only_shrinks():
+    agent = make_agent(1)
+    previous = 1.0
+    for size, value in ((10, 1.0), (10_000, 3.0), (5, 0.1), (7, 9.0)):
+        ppo_cma.update_obs_scale(agent, torch.full((size, 1), value))
+        assert 0.0 < agent.obs_scale.item() <= previous <= 1.0
+        previous = agent.obs_scale.item()
+    assert agent.obs_sq_mean.item() == pytest.approx((1 + 9 + 0.01 + 81) / 4, rel=1e-5)
+
+
+REWARDS, VALUES, END = np.array([1, 2, -1, 0.5]), np.array([0.3, 0.1, -0.2, 0.4]), np.eye(4)[3]
+
+
+def test_6_returns_and_gae_golden_numbers():
+    returns = gae(REWARDS, np.zeros(5), END, END, 0.99, 1.0)
+    assert returns == pytest.approx([2.485049, 1.50005, -0.505, 0.5], abs=1e-6)
+    expected = [2.125568, 1.410492, -0.30995, 0.1]
+    for terminated, truncated in ((END, 0 * END), (END, END)):
+        advantages = gae(REWARDS, np.append(VALUES, 0.0), terminated, truncated, 0.99, 0.95)
+        assert advantages == pytest.approx(expected, abs=1e-6)
+    # with an end value of 0 a truncation is a termination
+    truncation = gae(REWARDS, np.append(VALUES, 0.0), 0 * END, END, 0.99, 0.95)
+    assert truncation == pytest.approx(expected, abs=1e-6)
+
+
+def test_6_gae_is_the_sum_of_its_definition_and_bootstraps_truncation_only():
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        steps, gamma, lam = 25, rng.uniform(0.5, 1), rng.uniform(0, 1)
+        rewards, values = rng.normal(size=(steps, 2)), rng.normal(size=(steps + 1, 2))
+        terminated = (rng.random((steps, 2)) < 0.1).astype(float)
+        truncated = (rng.random((steps, 2)) < 0.1).astype(float)
+        slow = np.zeros((steps, 2))
+        for n in range(2):
+            for t in range(steps):
+                discount = 1.0
+                for k in range(t, steps):
+                    bootstrap = gamma * values[k + 1, n] * (1 - terminated[k, n])
+                    slow[t, n] += discount * (rewards[k, n] + bootstrap - values[k, n])
+                    discount *= gamma * lam
+                    if terminated[k, n] or truncated[k, n]:
+                        break
+        np.testing.assert_allclose(gae(rewards, values, terminated, truncated, gamma, lam), slow)
+
+
+def test_6_critic_targets_do_not_depend_on_the_critic(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        ppo_cma, "gae", lambda r, v, *a: (seen.append((v.copy(), a)), gae(r, v, *a))[1]
+    )
+    agent = make_agent(3, n_updates=3, minibatch_size=16)
+    ppo_cma.update(agent, *batch(agent))
+    (no_values, target_args), (values, advantage_args) = seen
+    assert (no_values == 0).all()
+    assert target_args[-1] == 1.0
+    assert advantage_args[-1] == 0.95
+    assert values[-1] == 0.0
+    assert np.abs(values[:-1]).max() > 0
+
+
+def test_7_advantages_are_scaled_over_the_iteration_and_never_centred():
+    advantages = np.random.default_rng(0).normal(3.0, 2.0, 1000)
+    scaled = normalize_advantages(advantages, "ppo-cma-m")
+    assert (np.sign(scaled) == np.sign(advantages)).all()
+    assert scaled.std() == pytest.approx(1.0)
+    assert scaled.mean() == pytest.approx(advantages.mean() / advantages.std())
+    clipped = normalize_advantages(advantages, "ppo-cma")
+    assert clipped == pytest.approx(np.maximum(advantages, 0) / np.maximum(advantages, 0).std())
+    assert (normalize_advantages(-np.abs(advantages), "ppo-cma") == 0).all()
+    assert (normalize_advantages(-np.abs(advantages), "ppo-cma-m") < 0).all()
+
+
+# --- 8 losses and gradients -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def golden():
+    sigma = torch.tensor([[0.5, 0.8], [0.4, 0.3], [0.6, 0.9]])
+    return SimpleNamespace(
+        actions=torch.tensor([[0.5, -0.2], [-0.3, 0.9], [0.1, 0.4]]),
+        advantages=torch.tensor([1.5, -0.8, 0.3]),
+        mean=torch.tensor([[0.1, 0.0], [0.2, 0.5], [-0.4, 0.3]], requires_grad=True),
+        mean_old=torch.tensor([[0.0, 0.1], [0.1, 0.6], [-0.5, 0.2]]),
+        logvar=sigma.square().log().requires_grad_(),
+    )
+
+
+def test_8_variance_loss_golden(golden):
+    loss = variance_loss(golden.actions, golden.advantages, golden.mean, golden.logvar)
+    loss.backward()
+    assert loss.item() == pytest.approx(-0.3087995, abs=1e-6)
+    assert golden.mean.grad is None
+    # d/d ln var of -A [-(a - mu)^2 / 2 var - ln var / 2] / 3, by hand
+    deviation = (golden.actions - golden.mean.detach()).square() / golden.logvar.detach().exp()
+    weight = golden.advantages.clamp(min=0)[:, None] / 3
+    torch.testing.assert_close(golden.logvar.grad, 0.5 * weight * (1 - deviation))
+    changed = golden.advantages.clone()
+    changed[1] = -7.0
+    again = variance_loss(golden.actions, changed, golden.mean, golden.logvar)
+    assert again.item() == pytest.approx(loss.item())
+
+
+@pytest.mark.parametrize(
+    ("mirror", "value", "row_2"),
+    [(False, -0.3087995, [0.0, 0.0]), (True, -0.5703018, [-0.3032654, 0.3594255])],
+)
+def test_8_mean_loss_golden(golden, mirror, value, row_2):
+    loss = mean_loss(
+        golden.actions, golden.advantages, golden.mean, golden.logvar, golden.mean_old, mirror
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(value, abs=1e-5)
+    assert golden.logvar.grad is None
+    expected = torch.tensor([[-0.8, 0.15625], row_2, [-0.1388889, -0.0123457]])
+    torch.testing.assert_close(golden.mean.grad, expected, atol=1e-5, rtol=0)
+
+
+def test_8_ppo_loss_golden(golden):
+    logvar = golden.logvar.detach()
+    old = log_density(golden.actions, golden.mean_old, logvar)
+    assert old.tolist() == pytest.approx([0.345978, 1.120264, 0.091495], abs=1e-5)
+    ratio = (log_density(golden.actions, golden.mean, logvar) - old).exp()
+    assert ratio.tolist() == pytest.approx([1.244909, 0.511638, 1.186842], abs=1e-5)
+    loss = ppo_cma.ppo_loss(golden.actions, golden.advantages, golden.mean, logvar, old, 0.2, 0.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(-0.5053509, abs=1e-5)
+    expected = torch.tensor([[0.0, 0.0], [0.0, 0.0], [-0.164839, -0.014652]])
+    torch.testing.assert_close(golden.mean.grad, expected, atol=1e-5, rtol=0)
+
+
+def test_8_ppo_entropy_bonus_widens_the_policy(golden):
+    old = log_density(golden.actions, golden.mean_old, golden.logvar.detach())
+    zero = torch.zeros(3)
+    ppo_cma.ppo_loss(golden.actions, zero, golden.mean, golden.logvar, old, 0.2, 0.6).backward()
+    torch.testing.assert_close(golden.logvar.grad, torch.full((3, 2), -0.6 * 0.5 / 3))
+
+
+def test_8_no_gradient_crosses_between_the_networks():
+    agent = make_agent(4, [-1] * 2, [1] * 2)
+    obs, actions, rewards, _ = (torch.as_tensor(x) for x in batch(agent))
+    advantages = rewards.float()
+    variance_loss(actions, advantages, agent.mean(obs), agent.logvar(obs)).backward()
+    assert all(p.grad is None or (p.grad == 0).all() for p in agent.mean_net.parameters())
+    assert any(p.grad.abs().max() > 0 for p in agent.var_net.parameters())
+    agent.zero_grad()
+    old = agent.mean(obs).detach()
+    mean_loss(actions, advantages, agent.mean(obs), agent.logvar(obs), old, True).backward()
+    assert all(p.grad is None or (p.grad == 0).all() for p in agent.var_net.parameters())
+    assert any(p.grad.abs().max() > 0 for p in agent.mean_net.parameters())
+
+
+# --- 9 variance fixed point, 10 mirroring, 13 clipped actions -------------------------------------
+
+
+def fixed_point_of_sigma(actions, advantages, mean, floor=0.01, top=2.0) -> np.ndarray:
+    raw = torch.zeros(actions.shape[1], requires_grad=True)
+    adam = torch.optim.Adam([raw], lr=0.02)
+    low, high = 2 * np.log(floor), 2 * np.log(top)
+    for _ in range(1500):
+        logvar = (low + (high - low) * torch.sigmoid(raw)).expand_as(actions)
+        adam.zero_grad()
+        variance_loss(actions, advantages, mean, logvar).backward()
+        adam.step()
+    return (0.5 * logvar[0]).exp().detach().numpy()
+
+
+def test_9_variance_fixed_point_is_the_weighted_squared_deviation():
+    rng = np.random.default_rng(3)
+    actions = torch.tensor(rng.normal(size=(400, 2)) * [0.3, 0.5] + 0.2).float()
+    advantages = torch.tensor(rng.normal(size=400)).float()
+    mean = torch.tensor([0.1, -0.1]).expand(400, 2)
+    positive = advantages.clamp(min=0)[:, None]
+    expected = (positive * (actions - mean).square()).sum(0) / positive.sum(0)
+    variance = fixed_point_of_sigma(actions, advantages, mean) ** 2
+    assert variance == pytest.approx(expected.numpy(), rel=0.01)
+
+
+@pytest.mark.parametrize("dims", [1, 17])
+def test_10_kernel_is_a_mean_over_dimensions(dims):
+    """The mirrored term of one sample over its log-density is advantage x kernel."""
+    generator = torch.Generator().manual_seed(0)
+    actions = torch.randn(20_000, dims, generator=generator)
+    mean_old, logvar = torch.zeros_like(actions), torch.zeros_like(actions)
+    minus = -torch.ones(1)
+
+    def kernel(action):
+        mean = torch.full((1, dims), 0.3)  # not the old mean: the mirror image must be about that
+        loss = mean_loss(action[None], minus, mean, logvar[:1], mean_old[:1], True)
+        return -(loss / log_density(-action[None], mean, logvar[:1])).item()
+
+    sample = torch.tensor([kernel(a) for a in actions[:4000]])
+    assert sample.mean().item() == pytest.approx(2**-0.5, abs=0.015)  # .707^17 for a product
+    assert kernel(torch.zeros(dims)) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_10_negative_sample_pushes_the_mean_to_its_other_side():
+    mean = torch.zeros(1, 2, requires_grad=True)
+    action, old = torch.tensor([[0.5, -0.25]]), torch.tensor([[0.1, 0.0]])
+    logvar = torch.zeros(1, 2)
+    mean_loss(action, torch.tensor([-1.0]), mean, logvar, old, True).backward()
+    kernel = torch.exp(-0.5 * (action - old).square()).mean()
+    torch.testing.assert_close(-mean.grad, kernel * (2 * old - action))  # towards 2 mu_old - a
+
+
+def test_10_all_negative_advantages_move_the_mean_but_not_the_variance():
+    agent = make_agent(2, history_buffer_size=1, n_updates=20, minibatch_size=64)
+    before_mean, before_var = weights(agent.mean_net), weights(agent.var_net)
+    data = batch(agent, reward=lambda a: a[:, 0] - 1000.0)  # far below what the critic expects
+    metrics = ppo_cma.update(agent, *data)
+    assert metrics["charts/positive_advantages"] == 0.0
+    assert not torch.equal(weights(agent.mean_net), before_mean)
+    assert torch.equal(weights(agent.var_net), before_var)
+
+
+def test_13_clipped_actions_are_what_is_stored():
+    """Equal weights, mean at the centre: sigma falls to sqrt(.516) = .718 by clipping alone."""
+    agent = make_agent(1)
+    actions = agent.act(np.zeros((60_000, 1), np.float32))
+    for action in actions:
+        agent.memorize(np.zeros(1), action, 0.0, True)
+    stored = torch.tensor(np.array([episode[0][1] for episode in agent.memory]))
+    sigma = fixed_point_of_sigma(stored, torch.ones(len(stored)), torch.zeros_like(stored))
+    assert sigma == pytest.approx([0.718], abs=0.01)
+
+
+# --- 11 the order of phases, 12 the history -------------------------------------------------------
+
+
+def test_11_critic_then_variance_then_mean(monkeypatch):
+    agent = make_agent(3, [-1] * 2, [1] * 2)
+    phases, plain_fit = [], ppo_cma.fit
+
+    def spy(name, optimizer, minibatches, loss_fn):
+        minibatches = list(minibatches)
+        before = {n: weights(getattr(agent, n)) for n in ("critic", "var_net", "mean_net")}
+        result = plain_fit(name, optimizer, minibatches, loss_fn)
+        moved = [n for n, w in before.items() if not torch.equal(w, weights(getattr(agent, n)))]
+        phases.append((name, len(minibatches), moved))
+        return result
+
+    monkeypatch.setattr(ppo_cma, "fit", spy)
+    ppo_cma.update(agent, *batch(agent))
+    # the first minibatch ever sets the critic's biases and takes no step
+    assert phases == [
+        ("value", 99, ["critic"]), ("variance", 100, ["var_net"]), ("policy", 100, ["mean_net"])
+    ]  # fmt: skip
+    ppo_cma.update(agent, *batch(agent, seed=1))
+    assert phases[3] == ("value", 100, ["critic"])
+
+
+def test_11_old_mean_is_constant_through_the_mean_phase(monkeypatch):
+    agent = make_agent(3, [-1] * 2, [1] * 2, n_updates=30)
+    obs, actions, rewards, lengths = batch(agent)
+    expected, seen = [], []
+    plain_scale, plain_loss = ppo_cma.update_obs_scale, ppo_cma.mean_loss
+
+    def scale(*a):
+        plain_scale(*a)
+        expected.append(agent.mean(torch.as_tensor(obs)).detach())
+
+    monkeypatch.setattr(ppo_cma, "update_obs_scale", scale)
+    monkeypatch.setattr(
+        ppo_cma, "mean_loss", lambda *a: (seen.append((a[0], a[4])), plain_loss(*a))[1]
+    )
+    ppo_cma.update(agent, obs, actions, rewards, lengths)
+    inside = (np.abs(actions) < 1).any(axis=1)  # so that an action tells its row
+    rows = {tuple(a): m for a, m in zip(actions[inside].tolist(), expected[0][inside], strict=True)}
+    assert len(seen) == 30
+    for minibatch_actions, mean_old in seen:
+        for a, m in zip(minibatch_actions.tolist(), mean_old, strict=True):
+            torch.testing.assert_close(rows.get(tuple(a), m), m, atol=1e-6, rtol=0)
+
+
+def test_12_history_is_sampled_by_iteration_then_uniformly_within():
+    args = Args(n_updates=200, minibatch_size=500)
+    index = ppo_cma.history_minibatches([10, 1000], 600, args, torch.Generator().manual_seed(0))
+    assert index.shape == (200, 500)
+    counts = np.bincount(index.flatten().numpy(), minlength=1010)
+    assert len(counts) == 1010
+    draws = 100_000
+
+    def chi_square(observed, expected):
+        return ((observed - expected) ** 2 / expected).sum()
+
+    assert abs(counts[:10].sum() - draws / 2) < 4 * (draws / 4) ** 0.5
+    small, large = counts[:10], counts[10:]  # 9 and 999 degrees of freedom, p = 0.999
+    assert chi_square(small, small.sum() / 10) < 27.9
+    assert chi_square(large, large.sum() / 1000) < 1142
+
+
+def test_12_history_length_contents_and_late_scaling(monkeypatch):
+    agent = make_agent(2, history_buffer_size=3, n_updates=2, minibatch_size=16)
+    data = [batch(agent, seed=seed) for seed in range(5)]
+    for k, (obs, *rest) in enumerate(data):
+        ppo_cma.update(agent, obs * 10.0**k, *rest)
+    assert [b.obs.abs().max().item() for b in agent.history] == [  # raw, the newest included
+        pytest.approx(np.abs(data[k][0] * 10.0**k).max()) for k in (2, 3, 4)
+    ]
+    old = agent.history[0].obs
+    before = agent.mean(old)
+    agent.obs_scale *= 0.5
+    assert not torch.allclose(before, agent.mean(old))
+
+
+def test_12_only_the_variance_sees_the_past(monkeypatch):
+    agent = make_agent(2, n_updates=5, minibatch_size=64)
+    seen = {"variance_loss": [], "mean_loss": []}
+    for name in seen:
+        plain = getattr(ppo_cma, name)
+        monkeypatch.setattr(
+            ppo_cma, name, lambda *a, n=name, f=plain: (seen[n].append(a[0]), f(*a))[1]
+        )
+    first, second = batch(agent, seed=1), batch(agent, seed=2)
+    ppo_cma.update(agent, *first)
+    seen["variance_loss"].clear()
+    seen["mean_loss"].clear()
+    ppo_cma.update(agent, *second)
+    past = {float(a[0]) for a in first[1] if abs(a[0]) < 1}
+    drawn = {k: {float(a) for x in v for a in x.flatten() if abs(a) < 1} for k, v in seen.items()}
+    assert drawn["variance_loss"] & past
+    assert not drawn["mean_loss"] & past
+
+
+# --- 14 the two-dimensional quadratic -------------------------------------------------------------
+
+
+def test_14_quadratic_orders_and_bands():
+    from benchmark.didactic import optimize
+
+    runs = {mode: [optimize(mode, seed) for seed in range(5)] for mode in ppo_cma.MODES}
+    reward = {m: np.array([r.rewards for r in rs]) for m, rs in runs.items()}  # [seed, iteration]
+    sigma = {m: np.array([r.sigmas for r in rs]) for m, rs in runs.items()}
+
+    cma = sigma["ppo-cma-m"].mean(axis=0)
+    assert 0.24 < cma[0] < 0.34  # mean before variance would give .18-.21
+    assert 4 <= cma.argmax() + 1 <= 7
+    assert 0.36 < cma.max() < 0.50
+    assert cma[19] < 0.04
+    assert reward["ppo-cma-m"][:, 19].mean() > -0.01
+    assert -0.2 < reward["ppo-cma-m"][:, 8].mean() < -0.05
+    assert 0.30 < sigma["ppo-cma"].mean(axis=0).max() < 0.45
+    assert reward["ppo-cma"][:, 19].mean() > -0.015
+
+    assert (np.diff(sigma["ppo"], axis=1) < 0).all()
+    assert -0.12 < reward["ppo"][:, 19].mean() < -0.04
+    assert sigma["pg-pos"].max() < 0.25
+    assert sigma["pg-pos"].mean(axis=0)[19] < 0.02
+    assert reward["pg"][:, 19].mean() < -4
+
+
+@pytest.mark.slow
+def test_14_a_longer_history_widens_more():
+    from benchmark.didactic import optimize
+
+    peaks = [
+        np.mean([max(optimize("ppo-cma-m", seed, history).sigmas) for seed in range(2)])
+        for history in (1, 5, 9)
+    ]
+    assert peaks[0] < peaks[1] < peaks[2]
+
+
+# --- 15 accounting --------------------------------------------------------------------------------
+
+
+class Counter(gym.Env):
+    """Pays 1 a step and ends after `length` steps; the observation counts the steps."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (1,))
+    action_space = gym.spaces.Box(-1.0, 1.0, (1,))
+
+    def __init__(self, lengths):
+        self.lengths, self.seeds = iter(lengths), []
+
+    def reset(self, seed=None, options=None):
+        self.t, self.length = 0, next(self.lengths)
+        self.seeds.append(seed)
+        return np.zeros(1), {}
+
+    def step(self, action):
+        self.t += 1
+        assert self.t <= self.length, "stepped beyond the end"
+        return np.array([float(self.t)]), 1.0, self.t == self.length, False, {}
+
+
+class Log:
+    def __init__(self):
+        self.global_step, self.started, self.rows = 0, 0, []
+
+    def next_episode_seed(self, i):
+        self.started += 1
+        return 1000 * i + self.started
+
+    def log_episode(self, episodic_return, length):
+        self.rows.append((self.global_step, episodic_return, length))
+
+
+def play(lengths_of_each, iter_steps, action_repeat=2):
+    args = Args(num_envs=len(lengths_of_each), iter_steps=iter_steps, action_repeat=action_repeat)
+    envs = object.__new__(ppo_cma.GymnasiumEnvs)
+    envs.envs = [Counter(lengths) for lengths in lengths_of_each]
+    envs.action_repeat = action_repeat
+    agent, log = make_agent(), Log()
+    ppo_cma.rollout(agent, envs, log, args)
+    return agent, log, envs
+
+
+def test_15_action_repeat_counts_decisions_and_steps():
+    agent, log, _ = play([[5, 4, 7]], iter_steps=10)
+    assert [len(episode) for episode in agent.memory] == [3, 2, 4]  # ceil(length / 2)
+    assert [reward for _, _, reward in agent.memory[0]] == [2.0, 2.0, 1.0]
+    assert [float(obs[0]) for obs, _, _ in agent.memory[2]] == [0.0, 2.0, 4.0, 6.0]
+    assert log.rows == [(5, 5.0, 5), (9, 4.0, 4), (16, 7.0, 7)]  # the last one plays to its end
+    assert log.global_step == 16
+    assert not agent.running
+
+
+def test_15_running_episodes_finish_and_short_ones_are_not_favoured():
+    # environment 0 plays one long episode beside many short ones of environment 1
+    agent, log, envs = play([[40, 9], [2] * 99], iter_steps=30, action_repeat=1)
+    lengths = [length for _, _, length in log.rows]
+    assert lengths.count(40) == 1
+    assert lengths.count(2) == 8  # those started before both had made 30 steps together
+    assert log.global_step == sum(lengths) == 40 + 16
+    assert all(len(set(env.seeds)) == len(env.seeds) for env in envs.envs)
+    assert len(agent.memory) == 9
+
+
+@pytest.mark.parametrize("broken", ["obs", "actions", "rewards"])
+def test_15_a_non_finite_batch_stops_before_anything_is_learned(broken):
+    agent = make_agent(3, n_updates=2)
+    data = dict(zip(("obs", "actions", "rewards", "lengths"), batch(agent), strict=True))
+    data[broken] = data[broken].copy()
+    data[broken].flat[7] = np.nan
+    before = {k: v.clone() for k, v in agent.state_dict().items()}
+    with pytest.raises(FloatingPointError, match="not finite"):
+        ppo_cma.update(agent, *data.values())
+    assert all(torch.equal(before[k], v) for k, v in agent.state_dict().items())
+
+
+def test_15_a_non_finite_loss_is_named():
+    agent = make_agent(3, n_updates=4)
+    with torch.no_grad():
+        agent.var_net.from_both.weight.fill_(np.nan)
+    with pytest.raises(FloatingPointError, match="variance loss is nan in minibatch 0"):
+        ppo_cma.update(agent, *batch(agent))
+
+
+# --- beyond the list ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ppo_cma.MODES)
+def test_acting_in_numpy_is_the_policy(mode):
+    agent = make_agent(5, [-1, 0], [1, 3], mode=mode)
+    agent.updates = 1
+    agent.obs_scale.uniform_(0.1, 1.0)
+    with torch.no_grad():
+        for parameter in agent.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    agent.refresh_actor()
+    obs = np.random.default_rng(0).normal(size=(2000, 5)).astype(np.float32)
+    mean = agent.mean(torch.as_tensor(obs)).detach().numpy()
+    std = (0.5 * agent.logvar(torch.as_tensor(obs))).exp().detach().numpy()
+    np.testing.assert_allclose(agent.act(obs, deterministic=True), mean, atol=2e-6)
+    np.testing.assert_allclose(agent.act(obs[0], deterministic=True), mean[0], atol=2e-6)
+    agent.noise = np.random.default_rng(4)
+    noise = np.random.default_rng(4).standard_normal(mean.shape, np.float32)
+    expected = np.clip(mean + std * noise, [-1, 0], [1, 3])
+    np.testing.assert_allclose(agent.act(obs), expected, atol=5e-6)
+
+
+def test_get_action_and_value_agrees_with_act_and_has_a_true_density():
+    agent = make_agent(4, [-1] * 2, [1] * 2)
+    agent.updates = 1
+    obs = torch.randn(6, 4)
+    action, logprob, entropy, value = agent.get_action_and_value(obs)
+    assert action.shape == (6, 2)
+    assert logprob.shape == entropy.shape == value.shape == (6,)
+    again = agent.get_action_and_value(obs, action)[1]
+    torch.testing.assert_close(again, logprob)
+    constant = -0.5 * 2 * np.log(2 * np.pi)
+    expected = log_density(action, agent.mean(obs), agent.logvar(obs)) + constant
+    torch.testing.assert_close(logprob, expected)
+    late = agent.get_action_and_value(obs, action, time=torch.full((6,), 500.0))[3]
+    assert not torch.allclose(value, late)  # the critic sees the time
+
+
+def test_time_feature_is_off_at_gamma_0():
+    agent = make_agent(2, gamma=0.0)
+    obs = torch.randn(3, 2)
+    assert torch.equal(agent.critic_input(obs, torch.full((3,), 400.0))[:, 2], torch.zeros(3))
+    agent = make_agent(2)
+    assert agent.critic_input(obs, torch.full((3,), 400.0))[0, 2].item() == pytest.approx(0.4)
+
+
+def test_adam_as_in_the_original():
+    agent = make_agent(2)
+    assert set(agent.optimizers) == {"mean_net", "var_net", "critic"}
+    for adam in agent.optimizers.values():
+        assert adam.defaults["eps"] == 1e-8
+        assert adam.defaults["lr"] == 5e-4
+        assert adam.defaults["betas"] == (0.9, 0.999)
+
+
+def test_compiled_networks_learn_the_same():
+    def learn(compiled):
+        agent = make_agent(3, [-1] * 2, [1] * 2, n_updates=10, minibatch_size=64)
+        if compiled:
+            ppo_cma.compile_networks(agent)
+            assert agent.critic._compiled_call_impl is not None
+        ppo_cma.update(agent, *batch(agent))
+        return weights(agent)
+
+    torch.testing.assert_close(learn(True), learn(False), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_learning_on_a_gpu_is_learning_on_a_cpu():
+    def learn(device):
+        agent = Agent(problem(3), Args(n_updates=5), device, pretrain=False)
+        ppo_cma.update(agent, *batch(agent))
+        agent.refresh_actor()
+        return agent.cpu()
+
+    torch.testing.assert_close(weights(learn("cuda")), weights(learn("cpu")), atol=1e-4, rtol=1e-4)
