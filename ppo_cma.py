@@ -219,7 +219,8 @@ def make_env(args: Args, index: int = 0, video_folder: Path | None = None) -> gy
     try:
         if args.env_id.startswith("dm_control/"):
             import shimmy  # noqa: F401  (registers the ids)
-        env = gym.make(args.env_id, render_mode=mode, disable_env_checker=True)
+        render = {"render_mode": mode} if mode else {}  # not every environment takes the argument
+        env = gym.make(args.env_id, disable_env_checker=True, **render)
     except (gym.error.Error, ImportError) as error:
         near = difflib.get_close_matches(args.env_id, gym.registry, n=3)
         fail(f"--env-id {args.env_id}: {error} (near: {', '.join(near) or 'nothing'})")
@@ -275,17 +276,21 @@ class EnvPoolEnvs:
         self.action_repeat = args.action_repeat
         if first:
             print("EnvPool's generators can't be restored: resuming with new episodes")
+        ids = envpool.list_all_envs()
+        if args.env_id not in ids:
+            near = difflib.get_close_matches(args.env_id, ids, n=3)
+            fail(f"--env-id {args.env_id}: EnvPool has no such id (near: {', '.join(near)})")
         # EnvPool's Humanoid-v4 leaves the contact forces at 0 without post_constraint
         more = {"post_constraint": True} if re.match("Humanoid.*-v4$", args.env_id) else {}
-        seeds = [episode_seed(args.seed, i, first) for i in range(args.num_envs)]
-        try:
-            self.pool = envpool.make(
-                args.env_id, env_type="gymnasium", num_envs=args.num_envs, batch_size=1, seed=seeds,
-                **more,
-            )  # fmt: skip
-        except AssertionError:
-            near = difflib.get_close_matches(args.env_id, envpool.list_all_envs(), n=3)
-            fail(f"--env-id {args.env_id}: EnvPool has no such id (near: {', '.join(near)})")
+        seeds = [episode_seed(args.seed, i, first) % 2**31 for i in range(args.num_envs)]
+        self.pool = envpool.make(
+            args.env_id,
+            env_type="gymnasium",
+            num_envs=args.num_envs,
+            batch_size=1,
+            seed=seeds,
+            **more,
+        )
         self.single_observation_space = self.pool.observation_space  # EnvPool's is the single one
         self.single_action_space = self.pool.action_space
 
@@ -488,7 +493,8 @@ class Agent(nn.Module):
 
     def memorize(self, obs: np.ndarray, action: np.ndarray, reward: float, done: bool, env=0):
         """Store a transition; `done` ends the episode of environment `env`, for any reason."""
-        self.running.setdefault(env, []).append((obs, action, reward))
+        transition = np.array(obs, np.float32), np.array(action, np.float32), float(reward)
+        self.running.setdefault(env, []).append(transition)
         if done:
             self.memory.append(self.running.pop(env))
 
@@ -504,9 +510,8 @@ class Agent(nn.Module):
         obs, actions, rewards = zip(*itertools.chain.from_iterable(self.memory), strict=True)
         self.memory.clear()
         metrics = update(
-            self, np.array(obs, np.float32), np.array(actions, np.float32),
-            np.array(rewards, np.float64), np.array(lengths),
-        )  # fmt: skip
+            self, np.array(obs), np.array(actions), np.array(rewards), np.array(lengths)
+        )
         self.refresh_actor()
         return {"charts/mean_episodic_return": float(np.mean(returns))} | metrics
 
@@ -962,18 +967,22 @@ def compile_networks(agent: Agent):
         net.compile()
 
 
-def stop_on_signals() -> list[int]:
-    """The first SIGTERM or Ctrl-C is put into the list returned; a second one acts at once."""
+@contextlib.contextmanager
+def stop_on_signals():
+    """Inside, the first SIGTERM or Ctrl-C only joins the list yielded; another one acts at once."""
     received = []
 
     def handler(number, frame):
         received.append(number)
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, before[number])
         print("stopping after this iteration; once more: at once", file=sys.stderr, flush=True)
 
-    signal.signal(signal.SIGTERM, handler)
-    signal.signal(signal.SIGINT, handler)
-    return received
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def train(args: Args) -> str:
@@ -1005,16 +1014,16 @@ def train(args: Args) -> str:
         f"steps, {args.n_updates} minibatches of {args.minibatch_size} for each network",
         flush=True,
     )
-    stop = stop_on_signals()
 
     try:
-        while run.global_step < args.total_timesteps and not stop:
-            rollout(agent, envs, run, args)
-            metrics = agent.update_with_memorized()
-            run.log_iteration(metrics)
-            if run.iteration % args.checkpoint_interval == 0:
-                save_checkpoint(run, agent)
-        save_checkpoint(run, agent)
+        with stop_on_signals() as stop:
+            while run.global_step < args.total_timesteps and not stop:
+                rollout(agent, envs, run, args)
+                metrics = agent.update_with_memorized()
+                run.log_iteration(metrics)
+                if run.iteration % args.checkpoint_interval == 0:
+                    save_checkpoint(run, agent)
+            save_checkpoint(run, agent)
     except Exception as error:
         run.close("failed")
         if not isinstance(error, FloatingPointError):
