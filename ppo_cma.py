@@ -170,7 +170,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
         errors = io.StringIO()
         try:
             with contextlib.redirect_stderr(errors):
-                return tyro.cli(Args, args=argv, default=default, description=__doc__)
+                args = tyro.cli(Args, args=argv, default=default, description=__doc__)
+                args.mode = args.mode.lower().replace("_", "-")
+                return args
         except SystemExit as end:
             if not end.code:
                 raise
@@ -188,7 +190,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
             if getattr(args, name) != saved[name]:
                 flag = f"--{name.replace('_', '-')}"
                 fail(f"{flag} is {saved[name]} in the run to resume, and can't change in mid-run")
-    args.mode = args.mode.lower().replace("_", "-")
     if args.mode not in MODES:
         fail(f"--mode {args.mode}: choose one of {', '.join(MODES)}")
     least = {"seed": 0, "num_iterations": 0, "learning_rate": 1e-9}

@@ -1,0 +1,168 @@
+"""Tables and curves of finished runs, for the results this repository publishes.
+
+    python benchmark/curves.py collect runs/published/*       # episodes -> benchmark/results
+    python benchmark/curves.py report                         # benchmark/results -> report.md, png
+
+`collect` copies each run's episodes.csv, compressed, and its run.json to
+results/<env>/<script>/<variant>-s<seed>; `report` reads only those and anchors.csv. A return is the
+mean over the training episodes that ended in one window of as many steps as an iteration has.
+"""
+
+import csv
+import gzip
+import io
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+BLUE, ORANGE = "#0072B2", "#D55E00"
+
+
+@dataclass
+class Curve:
+    seed: int
+    steps: np.ndarray  # [windows], the end of each
+    returns: np.ndarray  # [windows]
+    info: dict
+
+
+def collect(runs: tyro.conf.Positional[list[Path]], variant: str = "default"):
+    """Copy runs into benchmark/results."""
+    for run in runs:
+        info = json.loads((run / "run.json").read_text())
+        stem = RESULTS / info["args"]["env_id"] / Path(info["script"]).stem
+        stem.mkdir(parents=True, exist_ok=True)
+        stem = stem / f"{variant}-s{info['seed']}"
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        with open(run / "episodes.csv") as file:
+            rows = csv.reader(file)
+            table.writerow(next(rows))
+            for step, seconds, episodic_return, length in rows:
+                table.writerow(
+                    [step, f"{float(seconds):.0f}", f"{float(episodic_return):.2f}", length]
+                )
+        info["global_step"] = int(step)
+        stem.with_suffix(".csv.gz").write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
+        stem.with_suffix(".json").write_text(json.dumps(info, indent=2) + "\n")
+        print(f"{stem.relative_to(HERE)}: {step} steps, {info['status']}")
+
+
+def load(env_id: str, script: str, variant: str = "default") -> list[Curve]:
+    """The curves of an environment's runs, by seed."""
+    curves = []
+    for path in (RESULTS / env_id / script).glob(f"{variant}-s*.json"):
+        info = json.loads(path.read_text())
+        with gzip.open(path.with_suffix(".csv.gz"), "rt") as file:
+            episodes = np.array(
+                [[row["global_step"], row["return"]] for row in csv.DictReader(file)]
+            )
+        steps, returns = episodes.astype(float).T
+        width = info["args"]["iter_steps"]
+        window = ((steps - 1) // width).astype(int)
+        filled = np.unique(window)
+        means = np.array([returns[window == w].mean() for w in filled])
+        curves.append(Curve(info["seed"], (filled + 1) * width, means, info))
+    return sorted(curves, key=lambda curve: curve.seed)
+
+
+def original(env_id: str) -> np.ndarray:
+    """(steps, score) [n, 2] of the original PPO-CMA's curve, in order of steps."""
+    with open(HERE / "anchors.csv") as file:
+        rows = [
+            (float(row["steps"]), float(row["score"]))
+            for row in csv.DictReader(file)
+            if row["algorithm"].startswith("ppo-cma-m") and row["env_id"] == env_id
+        ]
+    return np.array(sorted(rows))
+
+
+def smooth(values: np.ndarray, width: int = 3) -> np.ndarray:
+    """Mean of each window and those before it, `width` in all."""
+    return np.array([values[max(0, i + 1 - width) : i + 1].mean() for i in range(len(values))])
+
+
+def crossing(curve: Curve, score: float) -> str:
+    """Millions of steps after which the return first reaches `score`."""
+    above = np.flatnonzero(curve.returns >= score)
+    return f"{curve.steps[above[0]] / 1e6:.2f}M" if len(above) else "never"
+
+
+def draw(env_ids: list[str], script: str, path: Path):
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(env_ids), figsize=(4.4 * len(env_ids), 3.6), squeeze=False)
+    for axis, env_id in zip(axes[0], env_ids, strict=True):
+        curves = load(env_id, script)
+        for curve in curves:
+            axis.plot(
+                curve.steps / 1e6, smooth(curve.returns), color=BLUE, linewidth=1.4, alpha=0.8
+            )
+        repeat = curves[0].info["args"]["action_repeat"]
+        label = f"{script}.py, {len(curves)} seeds, action repeat {repeat}"
+        axis.plot([], [], color=BLUE, label=label)
+        for name in (env_id, re.sub(r"-v\d$", "-v2", env_id)):
+            points = original(name)
+            if len(points):
+                points = points[points[:, 0] <= 1.05 * max(c.steps[-1] for c in curves)]
+                label = f"original, {name}, action repeat 2"
+                axis.plot(points[:, 0] / 1e6, points[:, 1], "o--", color=ORANGE, label=label, ms=4)
+                break
+        axis.set(title=env_id, xlabel="environment steps (millions)", ylabel="training return")
+        axis.set_xlim(left=0)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(
+            frameon=False, fontsize=8, loc="lower right" if "Car" in env_id else "upper left"
+        )
+    figure.tight_layout()
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+def report(script: str = "ppo_cma"):
+    """Write results/<script>.md and results/<script>.png."""
+    env_ids = [
+        e for e in ("Humanoid-v4", "Hopper-v4", "MountainCarContinuous-v0") if load(e, script)
+    ]
+    lines = [f"# {script}.py: training returns\n"]
+    lines += ["| environment | seed | steps | return, last 3 windows | best window | commit |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for env_id in env_ids:
+        curves = load(env_id, script)
+        for c in curves:
+            cells = [env_id, c.seed, f"{c.info['global_step']:,}", f"{smooth(c.returns)[-1]:.1f}"]
+            cells += [f"{c.returns.max():.1f}", c.info["git_commit"][:7]]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+        last = [smooth(c.returns)[-1] for c in curves]
+        lines.append(f"| {env_id} | mean of {len(last)} | | **{np.mean(last):.1f}** | | |")
+    lines.append(
+        "\nReturns are of training episodes, with exploration noise. Hardware, versions and"
+    )
+    lines.append("arguments of each run: the .json beside its table.\n")
+    humanoid = load("Humanoid-v4", script)
+    if humanoid:
+        scores = (1000, 2000, 3000, 4000)
+        lines.append("Humanoid-v4, N = 32,000: steps to a mean return of\n")
+        lines.append(
+            "| | " + " | ".join(map(str, scores)) + " |\n|---" * 1 + "|---" * len(scores) + "|"
+        )
+        for c in humanoid:
+            cells = " | ".join(crossing(c, score) for score in scores)
+            lines.append(f"| seed {c.seed} (to {c.info['global_step'] / 1e6:.2f}M) | {cells} |")
+        lines.append("| original, Humanoid-v2, mean of 3 | 2.01M | 2.48M | 2.91M | 3.34M |\n")
+    (RESULTS / f"{script}.md").write_text("\n".join(lines))
+    draw(env_ids, script, RESULTS / f"{script}.png")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    tyro.extras.subcommand_cli_from_dict(
+        {"collect": collect, "report": report}, description=__doc__
+    )
