@@ -284,14 +284,8 @@ class EnvPoolEnvs:
         # EnvPool's Humanoid-v4 leaves the contact forces at 0 without post_constraint
         more = {"post_constraint": True} if re.match("Humanoid.*-v4$", args.env_id) else {}
         seeds = [episode_seed(args.seed, i, first) % 2**31 for i in range(args.num_envs)]
-        self.pool = envpool.make(
-            args.env_id,
-            env_type="gymnasium",
-            num_envs=args.num_envs,
-            batch_size=1,
-            seed=seeds,
-            **more,
-        )
+        more |= {"num_envs": args.num_envs, "batch_size": 1, "seed": seeds}
+        self.pool = envpool.make(args.env_id, env_type="gymnasium", **more)
         self.single_observation_space = self.pool.observation_space  # EnvPool's is the single one
         self.single_action_space = self.pool.action_space
 
@@ -438,6 +432,10 @@ class Agent(nn.Module):
         raw = self.var_net(obs * self.obs_scale)[..., -len(self.low) :]
         return self.logvar_min + (self.logvar_max - self.logvar_min) * torch.sigmoid(raw)
 
+    def policy(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """mu and log var [..., A] at raw observations [..., D]."""
+        return self.mean(obs), self.logvar(obs)
+
     def critic_input(self, obs: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """Scaled observation and time feature, decisions since the episode's start / 1000."""
         time = time * (0.001 if self.args.gamma > 0 else 0.0)
@@ -449,7 +447,8 @@ class Agent(nn.Module):
 
     def get_action_and_value(self, obs: torch.Tensor, action=None, time=None):
         """Action (sampled and clipped unless given), its log-density, the entropy, the value."""
-        normal = torch.distributions.Normal(self.mean(obs), (0.5 * self.logvar(obs)).exp())
+        mean, logvar = self.policy(obs)
+        normal = torch.distributions.Normal(mean, (0.5 * logvar).exp())
         if action is None:
             action = torch.clamp(normal.sample(), self.low, self.high)
         value = self.get_value(obs, torch.zeros_like(obs[..., 0]) if time is None else time)
@@ -474,10 +473,10 @@ class Agent(nn.Module):
     def act(self, obs: np.ndarray, deterministic: bool = False) -> np.ndarray:
         """Actions [A] or [K, A], clipped to the box, at raw observations [D] or [K, D]."""
         from_input, bias, from_first, from_both, middle, half, low, high, mean, std = self.actor
+        obs = np.asarray(obs, np.float32)
         if self.updates > 0:
             nets, h, _ = from_first.shape
-            z = np.asarray(obs, np.float32) @ from_input + bias
-            z = z.reshape(-1, nets, 1, len(bias) // nets)
+            z = (obs @ from_input + bias).reshape(-1, nets, 1, len(bias) // nets)
             h1 = np.maximum(z[..., :h], 0.1 * z[..., :h])  # leaky ReLU, [K, nets, 1, hidden]
             h2 = z[..., h : 2 * h] + h1 @ from_first
             h2 = np.maximum(h2, 0.1 * h2)
@@ -486,7 +485,7 @@ class Agent(nn.Module):
             policy = middle + half * np.tanh(0.5 * raw.reshape(*obs.shape[:-1], len(middle)))
             mean, std = policy[..., : len(low)], np.exp(0.5 * policy[..., len(low) :])
         else:  # the first iteration samples the initial Gaussian itself
-            mean = np.broadcast_to(mean, (*np.shape(obs)[:-1], len(low)))
+            mean = np.broadcast_to(mean, (*obs.shape[:-1], len(low)))
         if deterministic:
             return mean
         noise = self.noise.standard_normal(mean.shape, np.float32)
@@ -623,13 +622,14 @@ def pretrain_policy(agent: Agent):
     shape, device = (256, len(agent.obs_scale)), agent.low.device
     batches = (torch.randn(shape, generator=agent.generator).to(device) for _ in range(2000))
     first = next(batches)
-    nets = {agent.mean_net: None, agent.var_net: None}  # a set in order; one network may be both
+    nets = list(dict.fromkeys((agent.mean_net, agent.var_net)))  # two, or one for both
     for net in nets:
         net.center(first)
 
     def loss_fn(x):
-        std_error = (0.5 * agent.logvar(x)).exp() - agent.initial_std
-        return (agent.mean(x) - agent.initial_mean).square().mean() + std_error.square().mean()
+        mean, logvar = agent.policy(x)
+        std_error = (0.5 * logvar).exp() - agent.initial_std
+        return (mean - agent.initial_mean).square().mean() + std_error.square().mean()
 
     parameters = [parameter for net in nets for parameter in net.parameters()]
     adam = torch.optim.Adam(parameters, lr=agent.args.learning_rate, eps=1e-8, fused=True)
@@ -677,44 +677,50 @@ def update(agent: Agent, obs, actions, rewards, lengths) -> dict[str, float]:
     # Advantages with the new critic; the value after an episode's last step is 0
     with torch.no_grad():
         values = agent.get_value(obs, time).cpu().double().numpy()
-        mean_old, logvar_old = agent.mean(obs), agent.logvar(obs)
+        mean_old, logvar_old = agent.policy(obs)
     raw_advantages = gae(rewards, np.append(values, 0.0), ends, ends, args.gamma, args.gae_lambda)
     advantages = normalize_advantages(raw_advantages, args.mode)
     advantages = torch.as_tensor(advantages, dtype=torch.float32, device=device)
-    agent.history.append(Batch(obs, actions, advantages))
-
-    # Variance first, from the history, about the mean that has not moved yet
     losses = {"losses/value_loss": value_loss}
+
     if args.mode.startswith("ppo-cma"):
+        # Variance first, from the history, about the mean that has not moved yet
+        agent.history.append(Batch(obs, actions, advantages))
         past = Batch(*(torch.cat(field) for field in zip(*agent.history, strict=True)))
         sizes = [len(batch.obs) for batch in agent.history]
         losses["losses/variance_loss"] = fit(
             "variance", agent.optimizers["var_net"],
             history_minibatches(sizes, total, args, agent.generator).to(device),
             lambda i: variance_loss(
-                past.actions[i], past.advantages[i], agent.mean(past.obs[i]),
-                agent.logvar(past.obs[i]),
+                past.actions[i], past.advantages[i], *agent.policy(past.obs[i])
             ),
         )  # fmt: skip
+        # Then the mean, from this iteration, with the variance just learned
+        with torch.no_grad():
+            logvar = agent.logvar(obs)
+        mirror = args.mode == "ppo-cma-m"
 
-    # Then the mean, from this iteration
-    with torch.no_grad():
-        logvar = agent.logvar(obs)
-        log_density_old = log_density(actions, mean_old, logvar_old)
+        def policy_loss(i: torch.Tensor) -> torch.Tensor:
+            mean = agent.mean(obs[i])
+            return mean_loss(actions[i], advantages[i], mean, logvar[i], mean_old[i], mirror)
 
-    def policy_loss(i: torch.Tensor) -> torch.Tensor:
-        a, advantage, mean = actions[i], advantages[i], agent.mean(obs[i])
-        if args.mode == "ppo":
-            new, old = agent.logvar(obs[i]), log_density_old[i]
-            return ppo_loss(a, advantage, mean, new, old, args.clip_coef, args.ent_coef)
-        if args.mode in ("pg", "pg-pos"):
-            return pg_loss(a, advantage, mean, agent.logvar(obs[i]))
-        return mean_loss(a, advantage, mean, logvar[i], mean_old[i], args.mode == "ppo-cma-m")
+    elif args.mode == "ppo":
+        old = log_density(actions, mean_old, logvar_old)
+
+        def policy_loss(i: torch.Tensor) -> torch.Tensor:
+            policy = agent.policy(obs[i])
+            return ppo_loss(
+                actions[i], advantages[i], *policy, old[i], args.clip_coef, args.ent_coef
+            )
+
+    else:
+
+        def policy_loss(i: torch.Tensor) -> torch.Tensor:
+            return pg_loss(actions[i], advantages[i], *agent.policy(obs[i]))
 
     minibatches = uniform_minibatches(total, args, agent.generator).to(device)
-    losses["losses/policy_loss"] = fit(
-        "policy", agent.optimizers["mean_net"], minibatches, policy_loss
-    )
+    optimizer = agent.optimizers["mean_net"]
+    losses["losses/policy_loss"] = fit("policy", optimizer, minibatches, policy_loss)
     if not all(parameter.isfinite().all() for parameter in agent.parameters()):
         raise FloatingPointError("a parameter is not finite")
     entropy = 0.5 * (logvar_old + math.log(2 * math.pi * math.e)).sum(-1).mean()
@@ -976,7 +982,7 @@ def stop_on_signals():
     def handler(number, frame):
         received.append(number)
         signal.signal(number, before[number])
-        print("stopping after this iteration; once more: at once", file=sys.stderr, flush=True)
+        print("\nstopping after this iteration; once more: at once", file=sys.stderr, flush=True)
 
     before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -986,8 +992,8 @@ def stop_on_signals():
             signal.signal(number, old)
 
 
-def train(args: Args) -> str:
-    """Train, or go on training; returns the run's name."""
+def set_up(args: Args):
+    """The environments, the agent and the run's folder, new or as the run to resume left them."""
     torch.set_num_threads(args.num_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
@@ -1004,10 +1010,8 @@ def train(args: Args) -> str:
     if args.track:
         import wandb
 
-        wandb.init(
-            project=args.wandb_project_name, entity=args.wandb_entity, name=run.name,
-            config=asdict(args), sync_tensorboard=True, save_code=True,
-        )  # fmt: skip
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run.name}
+        wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=True)
     parameters = sum(p.numel() for p in agent.parameters())
     print(f"{args.mode} on {args.env_id}, {device}, {parameters:,} parameters, into {run.folder}")
     print(
@@ -1015,9 +1019,14 @@ def train(args: Args) -> str:
         f"steps, {args.n_updates} minibatches of {args.minibatch_size} for each network",
         flush=True,
     )
+    return envs, agent, run
 
-    try:
-        with stop_on_signals() as stop:
+
+def train(args: Args) -> str:
+    """Train, or go on training; returns the run's name."""
+    with stop_on_signals() as stop:
+        envs, agent, run = set_up(args)
+        try:
             while run.global_step < args.total_timesteps and not stop:
                 rollout(agent, envs, run, args)
                 metrics = agent.update_with_memorized()
@@ -1025,15 +1034,15 @@ def train(args: Args) -> str:
                 if run.iteration % args.checkpoint_interval == 0:
                     save_checkpoint(run, agent)
             save_checkpoint(run, agent)
-    except Exception as error:
-        run.close("failed")
-        if not isinstance(error, FloatingPointError):
-            raise
-        where = f"{run.folder}: stopped in iteration {run.iteration + 1}"
-        print(f"{where}: {error}; its checkpoint.pt is the last good one", file=sys.stderr)
-        raise SystemExit(1) from None
-
+        except Exception as error:
+            run.close("failed")
+            if not isinstance(error, FloatingPointError):
+                raise
+            where = f"{run.folder}: stopped in iteration {run.iteration + 1}"
+            print(f"{where}: {error}; its checkpoint.pt is the last good one", file=sys.stderr)
+            raise SystemExit(1) from None
     envs.close()
+
     script = f"python {Path(__file__).name}"
     if run.global_step < args.total_timesteps:
         run.close("running")
