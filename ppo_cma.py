@@ -477,7 +477,8 @@ class Agent(nn.Module):
         if self.updates > 0:
             nets, h, _ = from_first.shape
             z = (obs @ from_input + bias).reshape(-1, nets, 1, len(bias) // nets)
-            h1 = np.maximum(z[..., :h], 0.1 * z[..., :h])  # leaky ReLU, [K, nets, 1, hidden]
+            h1 = z[..., :h]
+            h1 = np.maximum(h1, 0.1 * h1)  # leaky ReLU, [K, nets, 1, hidden]
             h2 = z[..., h : 2 * h] + h1 @ from_first
             h2 = np.maximum(h2, 0.1 * h2)
             raw = z[..., 2 * h :] + np.concatenate((h1, h2), axis=-1) @ from_both
@@ -677,7 +678,7 @@ def update(agent: Agent, obs, actions, rewards, lengths) -> dict[str, float]:
     # Advantages with the new critic; the value after an episode's last step is 0
     with torch.no_grad():
         values = agent.get_value(obs, time).cpu().double().numpy()
-        mean_old, logvar_old = agent.policy(obs)
+        mean_old = agent.mean(obs)
     raw_advantages = gae(rewards, np.append(values, 0.0), ends, ends, args.gamma, args.gae_lambda)
     advantages = normalize_advantages(raw_advantages, args.mode)
     advantages = torch.as_tensor(advantages, dtype=torch.float32, device=device)
@@ -705,7 +706,9 @@ def update(agent: Agent, obs, actions, rewards, lengths) -> dict[str, float]:
             return mean_loss(actions[i], advantages[i], mean, logvar[i], mean_old[i], mirror)
 
     elif args.mode == "ppo":
-        old = log_density(actions, mean_old, logvar_old)
+        with torch.no_grad():
+            logvar = agent.logvar(obs)
+            old = log_density(actions, mean_old, logvar)
 
         def policy_loss(i: torch.Tensor) -> torch.Tensor:
             policy = agent.policy(obs[i])
@@ -714,6 +717,7 @@ def update(agent: Agent, obs, actions, rewards, lengths) -> dict[str, float]:
             )
 
     else:
+        logvar = agent.logvar(obs).detach()
 
         def policy_loss(i: torch.Tensor) -> torch.Tensor:
             return pg_loss(actions[i], advantages[i], *agent.policy(obs[i]))
@@ -723,11 +727,11 @@ def update(agent: Agent, obs, actions, rewards, lengths) -> dict[str, float]:
     losses["losses/policy_loss"] = fit("policy", optimizer, minibatches, policy_loss)
     if not all(parameter.isfinite().all() for parameter in agent.parameters()):
         raise FloatingPointError("a parameter is not finite")
-    entropy = 0.5 * (logvar_old + math.log(2 * math.pi * math.e)).sum(-1).mean()
+    entropy = 0.5 * (logvar + math.log(2 * math.pi * math.e)).sum(-1).mean()
     return losses | {
         "losses/entropy": entropy.item(),
         "losses/explained_variance": 1.0 - np.var(returns - values) / (np.var(returns) or np.nan),
-        "charts/policy_std": (0.5 * logvar_old).exp().mean().item(),
+        "charts/policy_std": (0.5 * logvar).exp().mean().item(),
         "charts/positive_advantages": float((raw_advantages > 0).mean()),
         "charts/history_length": len(agent.history),
     }
@@ -742,26 +746,27 @@ def rollout(agent: Agent, envs, run: "Run", args: Args):
     New episodes start until N is reached; then the running ones play to their end. Cutting them off
     instead, or taking the first to finish, would favour short episodes.
     """
-    ids = np.arange(args.num_envs)
+    ids, budget = np.arange(args.num_envs), args.iter_steps
     obs = np.stack([envs.reset(i, run.next_episode_seed(i)) for i in ids])  # [K, D]
-    returns, lengths = np.zeros(args.num_envs), np.zeros(args.num_envs, int)
-    budget = args.iter_steps
+    returns, lengths = [0.0] * args.num_envs, [0] * args.num_envs
     while len(ids):
         actions = agent.act(obs)  # [K, A]
-        next_obs, rewards, dones, steps = envs.step(ids, actions)
-        budget -= steps.sum()
-        run.global_step += int(steps.sum())
-        returns[ids] += rewards
-        lengths[ids] += steps
+        obs_before = obs
+        obs, rewards, dones, steps = envs.step(ids, actions)
+        total = int(steps.sum())
+        run.global_step += total
+        budget -= total
         for k, i in enumerate(ids):
-            agent.memorize(obs[k], actions[k], rewards[k], dones[k], env=int(i))
+            agent.memorize(obs_before[k], actions[k], rewards[k], dones[k], env=i)
+            returns[i] += rewards[k]
+            lengths[i] += steps[k]
             if dones[k]:
                 run.log_episode(returns[i], lengths[i])
                 returns[i], lengths[i] = 0.0, 0
                 if budget > 0:
-                    next_obs[k] = envs.reset(i, run.next_episode_seed(i))
-        on = ~dones | (budget > 0)
-        ids, obs = ids[on], next_obs[on]
+                    obs[k] = envs.reset(i, run.next_episode_seed(i))
+        if budget <= 0:
+            ids, obs = ids[~dones], obs[~dones]
 
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
