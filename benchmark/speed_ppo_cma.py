@@ -29,6 +29,8 @@ class Args:
     """environment"""
     iter_steps: int = 32_000
     """N"""
+    num_envs: int = 1
+    """environments played side by side"""
     rounds: int = 6
     """rounds to measure, after one to warm up"""
     output: Path = HERE / "results" / "speed_ppo_cma.csv"
@@ -59,7 +61,10 @@ def main(speed: Args):
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         args = ppo_cma.Args(
-            env_id=speed.env_id, iter_steps=speed.iter_steps, run_dir=Path(folder) / "run"
+            env_id=speed.env_id,
+            iter_steps=speed.iter_steps,
+            num_envs=speed.num_envs,
+            run_dir=Path(folder) / "run",
         )
         envs = ppo_cma.make_envs(args)
         agent = ppo_cma.Agent(envs, args)
