@@ -4,8 +4,9 @@
     python benchmark/curves.py report                         # benchmark/results -> report.md, png
 
 `collect` copies each run's episodes.csv, compressed, and its run.json to
-results/<env>/<script>/<variant>-s<seed>; `report` reads only those and anchors.csv. A return is the
-mean over the training episodes that ended in one window of as many steps as an iteration has.
+results/<env>/<script>/<variant>-s<seed>, and plays episodes with the mean action, whose returns
+join the latter; `report` reads only those and anchors.csv. A training return is the mean over the
+episodes that ended in one window of as many steps as an iteration has.
 """
 
 import csv
@@ -13,6 +14,8 @@ import gzip
 import io
 import json
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +35,10 @@ class Curve:
     info: dict
 
 
-def collect(runs: tyro.conf.Positional[list[Path]], variant: str = "default"):
-    """Copy runs into benchmark/results."""
+def collect(
+    runs: tyro.conf.Positional[list[Path]], variant: str = "default", eval_episodes: int = 20
+):
+    """Copy runs into benchmark/results and evaluate them."""
     for run in runs:
         info = json.loads((run / "run.json").read_text())
         stem = RESULTS / info["args"]["env_id"] / Path(info["script"]).stem
@@ -49,6 +54,12 @@ def collect(runs: tyro.conf.Positional[list[Path]], variant: str = "default"):
                     [step, f"{float(seconds):.0f}", f"{float(episodic_return):.2f}", length]
                 )
         info["global_step"] = int(step)
+        command = [sys.executable, str(HERE.parent / info["script"]), "--evaluate", str(run)]
+        played = subprocess.check_output(
+            [*command, "--eval-episodes", str(eval_episodes)], text=True
+        )
+        returns = re.findall(r"eval_episode=\d+, episodic_return=(\S+)", played)
+        info["evaluation"] = [float(episodic_return) for episodic_return in returns]
         stem.with_suffix(".csv.gz").write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
         stem.with_suffix(".json").write_text(json.dumps(info, indent=2) + "\n")
         print(f"{stem.relative_to(HERE)}: {step} steps, {info['status']}")
@@ -128,24 +139,28 @@ def draw(env_ids: list[str], script: str, path: Path):
 
 def report(script: str = "ppo_cma"):
     """Write results/<script>.md and results/<script>.png."""
-    env_ids = [
-        e for e in ("Humanoid-v4", "Hopper-v4", "MountainCarContinuous-v0") if load(e, script)
-    ]
+    known = ("Humanoid-v4", "Hopper-v4", "MountainCarContinuous-v0")
+    env_ids = [env_id for env_id in known if load(env_id, script)]
     lines = [f"# {script}.py: training returns\n"]
-    lines += ["| environment | seed | steps | return, last 3 windows | best window | commit |"]
-    lines += ["|---|---|---|---|---|---|"]
+    lines += ["| environment | seed | steps | training return, last 3 windows | best window "]
+    lines[-1] += "| mean action, 20 episodes | commit |"
+    lines += ["|---|---|---|---|---|---|---|"]
     for env_id in env_ids:
         curves = load(env_id, script)
         for c in curves:
+            played = c.info["evaluation"]
             cells = [env_id, c.seed, f"{c.info['global_step']:,}", f"{smooth(c.returns)[-1]:.1f}"]
-            cells += [f"{c.returns.max():.1f}", c.info["git_commit"][:7]]
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-        last = [smooth(c.returns)[-1] for c in curves]
-        lines.append(f"| {env_id} | mean of {len(last)} | | **{np.mean(last):.1f}** | | |")
+            cells += [f"{c.returns.max():.1f}", f"{np.mean(played):.1f} +- {np.std(played):.1f}"]
+            lines.append(f"| {' | '.join(map(str, cells))} | {c.info['git_commit'][:7]} |")
+        last = np.mean([smooth(c.returns)[-1] for c in curves])
+        played = np.mean([c.info["evaluation"] for c in curves])
+        lines.append(
+            f"| {env_id} | mean of {len(curves)} | | **{last:.1f}** | | **{played:.1f}** | |"
+        )
     lines.append(
-        "\nReturns are of training episodes, with exploration noise. Hardware, versions and"
+        "\nTraining returns are with exploration noise. Hardware, versions and arguments of"
     )
-    lines.append("arguments of each run: the .json beside its table.\n")
+    lines.append("each run: the .json beside its table.\n")
     humanoid = load("Humanoid-v4", script)
     if humanoid:
         scores = (1000, 2000, 3000, 4000)
