@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -160,11 +161,20 @@ def test_run_time_field_of_cleanrl_is_accepted_with_one_line(capsys):
         ("--resume damaged", "damaged, or not a checkpoint"),
         ("--resume foreign", "written by ppo.py"),
         ("--run-dir full", "full: not empty; --resume"),
+        ("--track", "--track needs wandb: pip install wandb"),
+        ("--render", "--render needs a display"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(line, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ppo_cma, "pretrain_policy", lambda agent: None)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(  # wandb as if not installed
+        importlib.util,
+        "find_spec",
+        lambda name, *a: None if name == "wandb" else find_spec(name, *a),
+    )
+    monkeypatch.delenv("DISPLAY", raising=False)
     for name in ("damaged", "foreign", "full"):
         (tmp_path / name).mkdir()
     (tmp_path / "damaged" / "checkpoint.pt").write_bytes(b"\x80\x04not a checkpoint")
@@ -509,6 +519,11 @@ def test_ones_own_loop_from_the_readme(root, capsys):
     assert len(lines) >= 2
     assert steps == sorted(steps)
     assert all(np.isfinite(float(line.split()[1])) for line in lines)
+
+
+def test_agent_of_unsupported_spaces_is_a_value_error():
+    with pytest.raises(ValueError, match="PPO-CMA needs continuous ones"):
+        ppo_cma.Agent(gym.make("CartPole-v1"), pretrain=False)
 
 
 def test_agent_keeps_a_copy_of_what_it_memorizes():
