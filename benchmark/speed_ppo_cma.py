@@ -4,7 +4,7 @@
 
 In each round, in one process and one after the other: 16,000 steps of the environment with uniform
 random actions and nothing else, then one training iteration (rollout, update, logs, checkpoint) as
-`train` does it. Writes results/speed_ppo_cma.csv; the ratio is of CPU time, of medians over rounds.
+`train` does it. Writes results/speed_ppo_cma-<num_envs>envs.csv; the ratio is of CPU time, of medians over rounds.
 """
 
 import csv
@@ -33,8 +33,8 @@ class Args:
     """environments played side by side"""
     rounds: int = 6
     """rounds to measure, after one to warm up"""
-    output: Path = HERE / "results" / "speed_ppo_cma.csv"
-    """table of all rounds"""
+    output: Path = HERE / "results"
+    """folder for the table of all rounds"""
 
 
 def bare(args: ppo_cma.Args, steps: int) -> tuple[float, float]:
@@ -89,8 +89,9 @@ def main(speed: Args):
             print("  ".join(f"{n} {v:.3g}" for n, v in zip(names, row, strict=True)), flush=True)
             rows.append(row)
         run.close("finished")
-    speed.output.parent.mkdir(parents=True, exist_ok=True)
-    with open(speed.output, "w", newline="") as file:
+    speed.output.mkdir(parents=True, exist_ok=True)
+    path = speed.output / f"speed_ppo_cma-{speed.num_envs}envs.csv"
+    with open(path, "w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(names)
         table.writerows([row[0], *(f"{v:.4g}" for v in row[1:])] for row in rows[1:])
