@@ -4,7 +4,8 @@
 
 In each round, in one process and one after the other: 16,000 steps of the environment with uniform
 random actions and nothing else, then one training iteration (rollout, update, logs, checkpoint) as
-`train` does it. Writes results/speed_ppo_cma-<num_envs>envs.csv; the ratio is of CPU time, of medians over rounds.
+`train` does it. Writes results/speed_ppo_cma-<num_envs>envs.csv; the ratio is of CPU time, of
+medians over rounds.
 """
 
 import csv
