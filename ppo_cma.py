@@ -843,9 +843,14 @@ class Run:
         metrics |= {"charts/SPS": sps, "charts/learning_rate": self.args.learning_rate}
         for tag, value in metrics.items():
             self.writer.add_scalar(tag, value, self.global_step)
-        line = f"global_step={self.global_step}, "
-        line += f"episodic_return={metrics['charts/mean_episodic_return']:.2f}, "
-        line += f"policy_std={metrics['charts/policy_std']:.3f}, SPS: {sps}"
+        self.write(
+            f"global_step={self.global_step}, "
+            f"episodic_return={metrics['charts/mean_episodic_return']:.2f}, "
+            f"policy_std={metrics['charts/policy_std']:.3f}, SPS: {sps}"
+        )
+
+    def write(self, line: str):
+        """A line on standard output, above the live progress bar."""
         self.bar.write(line, file=sys.stdout)
         sys.stdout.flush()
 
@@ -1032,11 +1037,10 @@ def set_up(args: Args):
         names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run.name}
         wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=True)
     parameters = sum(p.numel() for p in agent.parameters())
-    print(f"{args.mode} on {args.env_id}, {device}, {parameters:,} parameters, into {run.folder}")
-    print(
+    run.write(f"{args.mode} on {args.env_id}, {device}, {parameters:,} parameters, in {run.folder}")
+    run.write(
         f"steps {run.global_step:,} to {args.total_timesteps:,}; an iteration: {args.iter_steps:,} "
-        f"steps, {args.n_updates} minibatches of {args.minibatch_size} for each network",
-        flush=True,
+        f"steps, {args.n_updates} minibatches of {args.minibatch_size} for each network"
     )
     return envs, agent, run
 
