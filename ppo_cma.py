@@ -798,9 +798,12 @@ class Run:
         self.episodes = state.get("episodes", [0] * args.num_envs)  # started, per environment
         self.first_step, self.start = self.global_step, time.time()
         self.seconds_before = state.get("seconds", 0.0)
-        if not checkpoint and self.folder.exists() and any(self.folder.iterdir()):
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fail(f"--run-dir {self.folder}: {error.strerror}")
+        if not checkpoint and any(self.folder.iterdir()):
             fail(f"--run-dir {self.folder}: not empty; --resume {self.folder} continues a run")
-        self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.logs():
             size = state["logs"].get(path.name)
             path.unlink() if size is None else os.truncate(path, size)

@@ -161,6 +161,7 @@ def test_run_time_field_of_cleanrl_is_accepted_with_one_line(capsys):
         ("--resume damaged", "damaged, or not a checkpoint"),
         ("--resume foreign", "written by ppo.py"),
         ("--run-dir full", "full: not empty; --resume"),
+        ("--run-dir full/notes.txt", "full/notes.txt: File exists"),
         ("--track", "--track needs wandb: pip install wandb"),
         ("--render", "--render needs a display"),
     ],
