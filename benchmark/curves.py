@@ -102,7 +102,7 @@ def smooth(values: np.ndarray, width: int = 3) -> np.ndarray:
 def crossing(curve: Curve, score: float) -> str:
     """Millions of steps after which the return first reaches `score`."""
     above = np.flatnonzero(curve.returns >= score)
-    return f"{curve.steps[above[0]] / 1e6:.2f}M" if len(above) else "never"
+    return f"{curve.steps[above[0]] / 1e6:.2f}M" if len(above) else "not yet"
 
 
 def draw(env_ids: list[str], script: str, path: Path):
@@ -152,11 +152,12 @@ def report(script: str = "ppo_cma"):
             cells = [env_id, c.seed, f"{c.info['global_step']:,}", f"{smooth(c.returns)[-1]:.1f}"]
             cells += [f"{c.returns.max():.1f}", f"{np.mean(played):.1f} +- {np.std(played):.1f}"]
             lines.append(f"| {' | '.join(map(str, cells))} | {c.info['git_commit'][:7]} |")
-        last = np.mean([smooth(c.returns)[-1] for c in curves])
-        played = np.mean([c.info["evaluation"] for c in curves])
-        lines.append(
-            f"| {env_id} | mean of {len(curves)} | | **{last:.1f}** | | **{played:.1f}** | |"
-        )
+        most = max(c.steps[-1] for c in curves)
+        longest = [c for c in curves if c.steps[-1] > 0.95 * most]
+        last = np.mean([smooth(c.returns)[-1] for c in longest])
+        played = np.mean([c.info["evaluation"] for c in longest])
+        name = f"mean of {len(longest)}" + (" longest" if len(longest) < len(curves) else "")
+        lines.append(f"| {env_id} | {name} | | **{last:.1f}** | | **{played:.1f}** | |")
     lines.append(
         "\nTraining returns are with exploration noise. Hardware, versions and arguments of"
     )
