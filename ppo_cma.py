@@ -1059,7 +1059,8 @@ def train(args: Args) -> str:
                 run.log_iteration(metrics)
                 if run.iteration % args.checkpoint_interval == 0:
                     save_checkpoint(run, agent)
-            save_checkpoint(run, agent)
+            if run.iteration % args.checkpoint_interval:  # else just saved
+                save_checkpoint(run, agent)
         except Exception as error:
             run.close("failed")
             if not isinstance(error, FloatingPointError):
