@@ -112,11 +112,11 @@ class Args:
     """no further epoch once approx_kl = E[(r - 1) - log r], r the probability ratio, averaged over
     an epoch's minibatches, exceeds this; tested after each epoch"""
     batch_size: int = 0
-    """has no effect: num-envs and num-steps set it"""
+    """has no effect: --num-envs and --num-steps set it"""
     minibatch_size: int = 0
-    """has no effect: num-minibatches sets it"""
+    """has no effect: --num-minibatches sets it"""
     num_iterations: int = 0
-    """has no effect: total-timesteps, num-envs and num-steps set it"""
+    """has no effect: --total-timesteps, --num-envs and --num-steps set it"""
 
 
 # What a resumed run may change; every other argument is the run's own.
@@ -125,7 +125,12 @@ CHANGEABLE = {
     "capture_video", "save_model", "run_dir", "resume", "evaluate", "eval_episodes",
     "checkpoint_interval", "total_timesteps", "batch_size", "minibatch_size", "num_iterations",
 }  # fmt: skip
-NO_EFFECT = ("batch_size", "minibatch_size", "num_iterations")  # CleanRL computes them
+# Fields that CleanRL computes, accepted for its command lines.
+NO_EFFECT = {
+    "batch_size": "--num-envs and --num-steps set it",
+    "minibatch_size": "--num-minibatches sets it",
+    "num_iterations": "--total-timesteps, --num-envs and --num-steps set it",
+}
 # The least and the greatest value; for others, integers start at 1, floats at 0.
 BOUNDS = {"seed": (0, 2**63), "gamma": (0, 1), "gae_lambda": (0, 1)}
 
@@ -183,9 +188,10 @@ def parse_args(argv: list[str] | None = None) -> Args:
     for flag, module in (("capture_video", "moviepy"), ("track", "wandb")):
         if getattr(args, flag) and importlib.util.find_spec(module) is None:
             fail(f"--{flag.replace('_', '-')} needs {module}: pip install {module}")
-    ignored = [f"--{name.replace('_', '-')}" for name in NO_EFFECT if getattr(args, name)]
-    if ignored:
-        print(f"without effect: {', '.join(ignored)}; --help says what sets these")
+    given = [name for name in NO_EFFECT if getattr(args, name)]
+    if given:
+        lines = (f"--{name.replace('_', '-')} has no effect: {NO_EFFECT[name]}" for name in given)
+        print("; ".join(lines))
     check(args)
     return args
 

@@ -146,7 +146,10 @@ class Args:
     ent_coef: Annotated[float, alias("--ppo-ent-l-w")] = 0.0
     """weight of the entropy bonus, mode ppo only"""
     num_iterations: int = 0
-    """has no effect: total-timesteps and iter-steps set it"""
+    """has no effect: --total-timesteps and --iter-steps set it"""
+
+    def __post_init__(self):
+        self.mode = self.mode.lower().replace("_", "-")  # the original's spelling, too
 
 
 # What a resumed run may change; every other argument is the run's own.
@@ -155,6 +158,20 @@ CHANGEABLE = {
     "capture_video", "save_model", "run_suffix", "run_dir", "resume", "evaluate", "eval_episodes",
     "checkpoint_interval", "total_timesteps", "num_iterations",
 }  # fmt: skip
+# Fields that CleanRL computes, accepted for its command lines.
+NO_EFFECT = {"num_iterations": "--total-timesteps and --iter-steps set it"}
+# The least and the greatest value; for others, integers start at 1, floats at 0.
+BOUNDS = {
+    "seed": (0, 2**63), "gamma": (0, 1), "gae_lambda": (0, 1), "learning_rate": (1e-9, 1)
+}  # fmt: skip
+
+
+def check(args: Args):
+    """What the bounds of single arguments can't say."""
+    if args.mode not in MODES:
+        fail(f"--mode {args.mode}: choose one of {', '.join(MODES)}")
+    if args.render and sys.platform == "linux" and not os.environ.get("DISPLAY"):
+        fail("--render needs a display; --capture-video records without one")
 
 
 def fail(message: str):
@@ -170,9 +187,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
         errors = io.StringIO()
         try:
             with contextlib.redirect_stderr(errors):
-                args = tyro.cli(Args, args=argv, default=default, description=__doc__)
-                args.mode = args.mode.lower().replace("_", "-")
-                return args
+                return tyro.cli(Args, args=argv, default=default, description=__doc__)
         except SystemExit as end:
             if not end.code:
                 raise
@@ -190,41 +205,40 @@ def parse_args(argv: list[str] | None = None) -> Args:
             if getattr(args, name) != saved[name]:
                 flag = f"--{name.replace('_', '-')}"
                 fail(f"{flag} is {saved[name]} in the run to resume, and can't change in mid-run")
-    if args.mode not in MODES:
-        fail(f"--mode {args.mode}: choose one of {', '.join(MODES)}")
-    least = {"seed": 0, "num_iterations": 0, "learning_rate": 1e-9}
-    most = {"gamma": 1, "gae_lambda": 1, "learning_rate": 1}
     for name, value in asdict(args).items():
-        low, high = least.get(name, type(value) is int), most.get(name, math.inf)
+        low, high = BOUNDS.get(name, (int(type(value) is int and name not in NO_EFFECT), math.inf))
         if type(value) in (int, float) and not low <= value <= high:
             fail(f"--{name.replace('_', '-')} {value}: must lie between {low:g} and {high:g}")
     for flag, module in (("capture_video", "moviepy"), ("track", "wandb")):
         if getattr(args, flag) and importlib.util.find_spec(module) is None:
             fail(f"--{flag.replace('_', '-')} needs {module}: pip install {module}")
-    if args.render and sys.platform == "linux" and not os.environ.get("DISPLAY"):
-        fail("--render needs a display; --capture-video records without one")
-    if args.num_iterations:
-        print("--num-iterations has no effect: --total-timesteps and --iter-steps set it")
+    given = [name for name in NO_EFFECT if getattr(args, name)]
+    if given:
+        lines = (f"--{name.replace('_', '-')} has no effect: {NO_EFFECT[name]}" for name in given)
+        print("; ".join(lines))
+    check(args)
     return args
 
 
 # --- environments ---------------------------------------------------------------------------------
 
 
-def make_env(args: Args, index: int = 0, video_folder: Path | None = None) -> gym.Env:
+def build_env(env_id: str, video_folder: Path | None = None, render: bool = False) -> gym.Env:
     """A gymnasium environment with flat observations; one clear line if there is no such thing."""
     gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
     if video_folder and sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")
-    mode = "rgb_array" if video_folder else "human" if args.render and index == 0 else None
+    mode = "rgb_array" if video_folder else "human" if render else None
     try:
-        if args.env_id.startswith("dm_control/"):
-            import shimmy  # noqa: F401  (registers the ids)
-        render = {"render_mode": mode} if mode else {}  # not every environment takes the argument
-        env = gym.make(args.env_id, disable_env_checker=True, **render)
+        if env_id.startswith("dm_control/"):
+            import shimmy
+
+            gym.register_envs(shimmy)
+        more = {"render_mode": mode} if mode else {}  # not every environment takes the argument
+        env = gym.make(env_id, disable_env_checker=True, **more)
     except (gym.error.Error, ImportError) as error:
-        near = difflib.get_close_matches(args.env_id, gym.registry, n=3)
-        fail(f"--env-id {args.env_id}: {error} (near: {', '.join(near) or 'nothing'})")
+        near = difflib.get_close_matches(env_id, gym.registry, n=3)
+        fail(f"--env-id {env_id}: {error} (near: {', '.join(near) or 'nothing'})")
     if video_folder:
         if hasattr(env.unwrapped, "mujoco_renderer"):  # gymnasium's own camera stays behind
             import mujoco
@@ -235,20 +249,34 @@ def make_env(args: Args, index: int = 0, video_folder: Path | None = None) -> gy
         env = gym.wrappers.RecordVideo(
             env, str(video_folder), episode_trigger=lambda _: True, disable_logger=True
         )
-    return gym.wrappers.FlattenObservation(env) if env.observation_space.shape is None else env
+    space = env.observation_space
+    flat = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
+    return env if flat else gym.wrappers.FlattenObservation(env)
+
+
+def episode_seed(*key: int) -> int:
+    """The reset seed of an episode from (seed, environment, episode): no two runs share one."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
 class GymnasiumEnvs:
     """`num_envs` gymnasium environments, stepped one after the other in this process."""
 
     def __init__(self, args: Args, first: int = 0, video_folder: Path | None = None):
-        self.action_repeat = args.action_repeat
-        self.envs = [make_env(args, i, video_folder) for i in range(args.num_envs)]
+        self.action_repeat, self.seed = args.action_repeat, args.seed
+        self.episodes = [0] * args.num_envs  # started, per environment
+        self.envs = [
+            build_env(args.env_id, video_folder, args.render and i == 0)
+            for i in range(args.num_envs)
+        ]
         self.single_observation_space = self.envs[0].observation_space
         self.single_action_space = self.envs[0].action_space
 
-    def reset(self, i: int, seed: int) -> np.ndarray:
+    def reset(self, i: int, seed: int | None = None) -> np.ndarray:
         """Start an episode in environment i; its first observation [D]."""
+        if seed is None:
+            self.episodes[i] += 1
+            seed = episode_seed(self.seed, i, self.episodes[i] - 1)
         return self.envs[i].reset(seed=seed)[0].astype(np.float32)
 
     def step(self, ids: np.ndarray, actions: np.ndarray):
@@ -280,7 +308,7 @@ class EnvPoolEnvs:
             import envpool
         except ImportError:
             fail("--env-backend envpool: not installed; pip install envpool")
-        self.action_repeat = args.action_repeat
+        self.action_repeat, self.episodes = args.action_repeat, [0] * args.num_envs
         if first:
             print("EnvPool's generators can't be restored: resuming with new episodes")
         ids = envpool.list_all_envs()
@@ -295,8 +323,9 @@ class EnvPoolEnvs:
         self.single_observation_space = self.pool.observation_space  # EnvPool's is the single one
         self.single_action_space = self.pool.action_space
 
-    def reset(self, i: int, seed: int) -> np.ndarray:
+    def reset(self, i: int, seed: int | None = None) -> np.ndarray:
         """Start an episode in environment i, which goes on with the seed it was made with."""
+        self.episodes[i] += 1
         return self.pool.reset(np.array([i]))[0][0].astype(np.float32)
 
     def step(self, ids: np.ndarray, actions: np.ndarray):
@@ -337,11 +366,6 @@ def unsupported(obs_space: gym.Space, action_space: gym.Space) -> str | None:
         return f"actions are {action_space}: PPO-CMA needs continuous ones, a flat Box; see ppo.py"
     if not (np.isfinite(action_space.low).all() and np.isfinite(action_space.high).all()):
         return f"actions are {action_space}: PPO-CMA needs finite bounds; wrap in RescaleAction"
-
-
-def episode_seed(*key: int) -> int:
-    """The reset seed of an episode from (seed, environment, episode): no two runs share one."""
-    return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -549,11 +573,12 @@ def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float)
     rewards, terminated, truncated [T, ...]; values [T + 1, ...]; advantages [T, ...].
     """
     deltas = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
-    decays = gamma * gae_lambda * (1.0 - np.maximum(terminated, truncated))
+    ended = np.logical_or(terminated, truncated)
     advantages = np.zeros_like(deltas)
-    advantage = 0.0
+    advantage = np.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
-        advantages[t] = advantage = deltas[t] + decays[t] * advantage
+        advantage = deltas[t] + np.where(ended[t], 0.0, gamma * gae_lambda * advantage)
+        advantages[t] = advantage
     return advantages
 
 
@@ -760,7 +785,7 @@ def rollout(agent: Agent, envs, run: "Run", args: Args):
     instead, or taking the first to finish, would favour short episodes.
     """
     ids, budget = np.arange(args.num_envs), args.iter_steps
-    obs = np.stack([envs.reset(i, run.next_episode_seed(i)) for i in ids])  # [K, D]
+    obs = np.stack([envs.reset(i) for i in ids])  # [K, D]
     returns, lengths = [0.0] * args.num_envs, [0] * args.num_envs
     while len(ids):
         actions = agent.act(obs)  # [K, A]
@@ -774,10 +799,10 @@ def rollout(agent: Agent, envs, run: "Run", args: Args):
             returns[i] += rewards[k]
             lengths[i] += steps[k]
             if dones[k]:
-                run.log_episode(returns[i], lengths[i])
+                run.log_episode(run.global_step, returns[i], lengths[i])
                 returns[i], lengths[i] = 0.0, 0
                 if budget > 0:
-                    obs[k] = envs.reset(i, run.next_episode_seed(i))
+                    obs[k] = envs.reset(i)
         if budget <= 0:
             ids, obs = ids[~dones], obs[~dones]
 
@@ -788,16 +813,14 @@ def rollout(agent: Agent, envs, run: "Run", args: Args):
 class Run:
     """A run's folder and counters. Logs go on where the checkpoint left them, with no row twice."""
 
-    def __init__(self, args: Args, checkpoint: dict | None = None):
-        self.args, state = args, checkpoint or {}
-        self.name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        self.name += f"__{args.run_suffix}" if args.run_suffix else ""
-        self.folder = args.resume or args.run_dir or Path("runs") / self.name
+    def __init__(self, args: Args, name: str, checkpoint: dict | None = None):
+        self.args, self.name, state = args, name, checkpoint or {}
+        self.folder = args.resume or args.run_dir or Path("runs") / name
         self.global_step = state.get("global_step", 0)
         self.iteration = state.get("iteration", 0)
-        self.episodes = state.get("episodes", [0] * args.num_envs)  # started, per environment
         self.first_step, self.start = self.global_step, time.time()
         self.seconds_before = state.get("seconds", 0.0)
+        self.lines: list[str] = []  # for standard output, at the end of the iteration
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -827,30 +850,21 @@ class Run:
     def seconds(self) -> float:
         return self.seconds_before + time.time() - self.start
 
-    def next_episode_seed(self, i: int) -> int:
-        self.episodes[i] += 1
-        return episode_seed(self.args.seed, i, self.episodes[i] - 1)
-
-    def log_episode(self, episodic_return: float, length: int):
-        self.csv.writerow(
-            [self.global_step, f"{self.seconds():.2f}", float(episodic_return), int(length)]
-        )
-        self.writer.add_scalar("charts/episodic_return", episodic_return, self.global_step)
-        self.writer.add_scalar("charts/episodic_length", length, self.global_step)
+    def log_episode(self, step: int, episodic_return: float, length: int):
+        self.csv.writerow([step, f"{self.seconds():.2f}", float(episodic_return), int(length)])
+        self.writer.add_scalar("charts/episodic_return", episodic_return, step)
+        self.writer.add_scalar("charts/episodic_length", length, step)
         self.bar.set_postfix_str(f"return {episodic_return:.1f}", refresh=False)
-        self.bar.update(self.global_step - self.bar.n)
+        self.bar.update(step - self.bar.n)
 
     def log_iteration(self, metrics: dict[str, float]):
         self.iteration += 1
         sps = int((self.global_step - self.first_step) / (time.time() - self.start))
-        metrics |= {"charts/SPS": sps, "charts/learning_rate": self.args.learning_rate}
-        for tag, value in metrics.items():
+        for tag, value in (metrics | {"charts/SPS": sps}).items():
             self.writer.add_scalar(tag, value, self.global_step)
-        self.write(
-            f"global_step={self.global_step}, "
-            f"episodic_return={metrics['charts/mean_episodic_return']:.2f}, "
-            f"policy_std={metrics['charts/policy_std']:.3f}, SPS: {sps}"
-        )
+        self.bar.update(self.global_step - self.bar.n)
+        self.write("\n".join([*self.lines, f"SPS: {sps}"]))
+        self.lines.clear()
 
     def write(self, line: str):
         """A line on standard output, above the live progress bar."""
@@ -907,21 +921,16 @@ def savable(args: Args) -> dict:
     return asdict(dataclasses.replace(args, run_dir=None, resume=None, evaluate=None))
 
 
-def save_checkpoint(run: Run, agent: Agent):
+def save_checkpoint(run: Run, agent: Agent, envs):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
     content = {
         "script": Path(__file__).stem,
         "args": savable(run.args),
         "agent": agent.state_dict(),
-        "optimizers": {name: adam.state_dict() for name, adam in agent.optimizers.items()},
-        "history": [tuple(batch) for batch in agent.history],
-        "updates": agent.updates,
-        "generator": agent.generator.get_state(),
-        "noise": agent.noise.bit_generator.state,
+        "training": training_state(agent, envs),
         "global_step": run.global_step,
         "iteration": run.iteration,
-        "episodes": run.episodes,
         "seconds": run.seconds(),
         "logs": {path.name: path.stat().st_size for path in run.logs()},
     }
@@ -949,19 +958,35 @@ def load_checkpoint(folder: Path) -> dict:
 
 
 def load_agent(agent: Agent, checkpoint: dict):
-    """Put a checkpoint into an agent made for the same environment with the same arguments."""
+    """Put a checkpoint's agent into one made for the same environment with the same arguments."""
     try:
         agent.load_state_dict(checkpoint["agent"])
     except RuntimeError:
         fail("the checkpoint does not fit this environment: another version of it, or another id?")
-    for name, optimizer in agent.optimizers.items():
-        optimizer.load_state_dict(checkpoint["optimizers"][name])
-    device = agent.low.device
-    agent.history.extend(Batch(*(x.to(device) for x in b)) for b in checkpoint["history"])
-    agent.updates = checkpoint["updates"]
-    agent.generator.set_state(checkpoint["generator"])
-    agent.noise.bit_generator.state = checkpoint["noise"]
+    agent.updates = checkpoint["training"]["updates"]
     agent.refresh_actor()
+
+
+def training_state(agent: Agent, envs) -> dict:
+    """What training needs beyond the agent's own state."""
+    return {
+        "optimizers": {name: adam.state_dict() for name, adam in agent.optimizers.items()},
+        "history": [tuple(batch) for batch in agent.history],
+        "updates": agent.updates,
+        "generator": agent.generator.get_state(),
+        "noise": agent.noise.bit_generator.state,
+        "episodes": envs.episodes,
+    }
+
+
+def load_training_state(agent: Agent, envs, state: dict):
+    for name, optimizer in agent.optimizers.items():
+        optimizer.load_state_dict(state["optimizers"][name])
+    device = agent.low.device
+    agent.history.extend(Batch(*(x.to(device) for x in batch)) for batch in state["history"])
+    agent.generator.set_state(state["generator"])
+    agent.noise.bit_generator.state = state["noise"]
+    envs.episodes = state["episodes"]
 
 
 def evaluate(args: Args) -> list[float]:
@@ -1029,11 +1054,13 @@ def set_up(args: Args):
     agent = Agent(envs, args, device, pretrain=not checkpoint)
     if checkpoint:
         load_agent(agent, checkpoint)
+        load_training_state(agent, envs, checkpoint["training"])
     if args.compile:
         compile_networks(agent)
-    run = Run(args, checkpoint)
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run = Run(args, f"{name}__{args.run_suffix}" if args.run_suffix else name, checkpoint)
     if not checkpoint:
-        save_checkpoint(run, agent)
+        save_checkpoint(run, agent, envs)
     if args.track:
         import wandb
 
@@ -1056,11 +1083,16 @@ def train(args: Args) -> str:
             while run.global_step < args.total_timesteps and not stop:
                 rollout(agent, envs, run, args)
                 metrics = agent.update_with_memorized()
-                run.log_iteration(metrics)
+                run.lines.append(
+                    f"global_step={run.global_step}, "
+                    f"episodic_return={metrics['charts/mean_episodic_return']:.2f}, "
+                    f"policy_std={metrics['charts/policy_std']:.3f}"
+                )
+                run.log_iteration(metrics | {"charts/learning_rate": args.learning_rate})
                 if run.iteration % args.checkpoint_interval == 0:
-                    save_checkpoint(run, agent)
+                    save_checkpoint(run, agent, envs)
             if run.iteration % args.checkpoint_interval:  # else just saved
-                save_checkpoint(run, agent)
+                save_checkpoint(run, agent, envs)
         except Exception as error:
             run.close("failed")
             if not isinstance(error, FloatingPointError):

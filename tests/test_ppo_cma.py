@@ -529,21 +529,18 @@ class Counter(gym.Env):
 
 class Log:
     def __init__(self):
-        self.global_step, self.started, self.rows = 0, 0, []
+        self.global_step, self.rows = 0, []
 
-    def next_episode_seed(self, i):
-        self.started += 1
-        return 1000 * i + self.started
-
-    def log_episode(self, episodic_return, length):
-        self.rows.append((self.global_step, episodic_return, length))
+    def log_episode(self, step, episodic_return, length):
+        self.rows.append((step, episodic_return, length))
 
 
 def play(lengths_of_each, iter_steps, action_repeat=2):
     args = Args(num_envs=len(lengths_of_each), iter_steps=iter_steps, action_repeat=action_repeat)
     envs = object.__new__(ppo_cma.GymnasiumEnvs)
     envs.envs = [Counter(lengths) for lengths in lengths_of_each]
-    envs.action_repeat = action_repeat
+    envs.action_repeat, envs.seed = action_repeat, args.seed
+    envs.episodes = [0] * args.num_envs
     agent, log = make_agent(), Log()
     ppo_cma.rollout(agent, envs, log, args)
     return agent, log, envs
