@@ -16,6 +16,7 @@ import importlib.util
 import io
 import json
 import math
+import multiprocessing
 import os
 import platform
 import re
@@ -131,6 +132,8 @@ NO_EFFECT = {
     "minibatch_size": "--num-minibatches sets it",
     "num_iterations": "--total-timesteps, --num-envs and --num-steps set it",
 }
+# Arguments that need a package of their own.
+NEEDS = {"capture_video": "moviepy", "track": "wandb"}
 # The least and the greatest value; for others, integers start at 1, floats at 0.
 BOUNDS = {"seed": (0, 2**63), "gamma": (0, 1), "gae_lambda": (0, 1)}
 
@@ -143,7 +146,7 @@ def check(args: Args):
             f"--num-minibatches {args.num_minibatches}: more than the {batch_size} samples of an "
             "iteration (num-envs * num-steps); lower it or raise those"
         )
-    if args.total_timesteps < batch_size:
+    if args.total_timesteps < batch_size and not args.evaluate:
         print(
             f"--total-timesteps {args.total_timesteps} is less than an iteration, {batch_size} "
             "(num-envs * num-steps): nothing will be trained"
@@ -185,7 +188,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
         low, high = BOUNDS.get(name, (int(type(value) is int and name not in NO_EFFECT), math.inf))
         if type(value) in (int, float) and not low <= value <= high:
             fail(f"--{name.replace('_', '-')} {value}: must lie between {low:g} and {high:g}")
-    for flag, module in (("capture_video", "moviepy"), ("track", "wandb")):
+    for flag, module in NEEDS.items():
         if getattr(args, flag) and importlib.util.find_spec(module) is None:
             fail(f"--{flag.replace('_', '-')} needs {module}: pip install {module}")
     given = [name for name in NO_EFFECT if getattr(args, name)]
@@ -205,11 +208,13 @@ def build_env(env_id: str, video_folder: Path | None = None, render: bool = Fals
     if video_folder and sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")
     mode = "rgb_array" if video_folder else "human" if render else None
-    try:
-        if env_id.startswith("dm_control/"):
-            import shimmy
+    if env_id.startswith("dm_control/"):
+        if importlib.util.find_spec("shimmy") is None:
+            fail(f"--env-id {env_id} needs shimmy: pip install 'shimmy[dm-control]'")
+        import shimmy
 
-            gym.register_envs(shimmy)
+        gym.register_envs(shimmy)
+    try:
         more = {"render_mode": mode} if mode else {}  # not every environment takes the argument
         env = gym.make(env_id, disable_env_checker=True, **more)
     except (gym.error.Error, ImportError) as error:
@@ -307,7 +312,7 @@ class GymnasiumEnvs:
 
 
 class Envs:
-    """Environments that step together, and where each of them stands between two rollouts.
+    """Environments that step together, and where each stands between two rollouts (detail 1).
 
     `vector` is any gymnasium vector environment whose autoreset is "next step" (see `Episodes`).
     """
@@ -363,14 +368,25 @@ def make_envs(args: Args, start: int = 0, video_folder: Path | None = None) -> E
             for i in range(args.num_envs)
         ]
         if args.env_backend == "async":
-            thunks[0]().close()  # what is wrong shows here, not in another process
-            vector = gym.vector.AsyncVectorEnv(thunks)
+            vector = gym.vector.AsyncVectorEnv([in_worker(thunk) for thunk in thunks])
         else:
             vector = GymnasiumEnvs(thunks)
     problem = unsupported(vector.single_observation_space, vector.single_action_space)
     if problem:
         fail(f"--env-id {args.env_id}: {problem}")
     return Envs(vector)
+
+
+def in_worker(thunk):
+    """`thunk` for a process of its own, which leaves signals to the process that trains."""
+
+    def start():
+        if multiprocessing.parent_process():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return thunk()
+
+    return start
 
 
 def make_envpool(args: Args, start: int):
@@ -413,8 +429,8 @@ def unsupported(obs_space: gym.Space, action_space: gym.Space) -> str | None:
 
 
 class FlatAdam:
-    """Adam (Kingma & Ba 2015, algorithm 1; eps 1e-5) over all parameters of a module as one vector
-    [P]. The parameters become views of it: one tensor to clip, to compile and to step, not many."""
+    """Adam (Kingma & Ba 2015, algorithm 1; eps 1e-5: detail 3) over all parameters of a module
+    as one vector [P]. They become views of it: one tensor to clip, compile and step, not many."""
 
     def __init__(self, module: nn.Module):
         parameters = list(module.parameters())
@@ -450,7 +466,7 @@ class FlatAdam:
 
 
 def layer_init(layer: nn.Linear, gain: float = math.sqrt(2)) -> nn.Linear:
-    """Orthogonal weights, no bias."""
+    """Orthogonal weights, no bias (detail 2)."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -475,6 +491,7 @@ class Agent(nn.Module):
         (dim,) = obs_space.shape
         self.action_shape = action_space.shape
         self.choices = branches(action_space)
+        # separate networks (detail 13)
         self.critic = nn.Sequential(
             layer_init(nn.Linear(dim, 64)),
             nn.Tanh(),
@@ -506,7 +523,8 @@ class Agent(nn.Module):
         return action, *self(obs, action.long().reshape(*batch, len(self.choices)))
 
     def forward(self, features: torch.Tensor, actions: torch.Tensor):
-        """Log-probability [B] of actions [B, branches], entropy [B], value [B] at obs [B, D]."""
+        """Log-probability [B] of actions [B, branches], entropy [B], value [B] at obs [B, D].
+        Branches are independent: their log-probabilities add up (MultiDiscrete detail 1)."""
         logprob, entropy = 0.0, 0.0
         logits = self.actor(features).split(self.choices, dim=-1)
         for part, action in zip(logits, actions.unbind(dim=-1), strict=True):
@@ -585,28 +603,30 @@ METRICS = (
 
 
 def ppo_loss(agent: Agent, parameters: dict[str, torch.Tensor], batch: Batch, args: Args):
-    """The clipped surrogate (Schulman et al. 2017, eq. 9) with these parameters, and its METRICS
-    but for the last."""
+    """The clipped objective (Schulman et al. 2017, eq. 9) with these parameters, and the METRICS
+    but for the last, grad_norm."""
     logprob, entropy, value = torch.func.functional_call(
         agent, parameters, (batch.features, batch.actions)
     )
     logratio = logprob - batch.logprobs
     ratio = logratio.exp()
 
-    advantages = batch.advantages
+    advantages = batch.advantages  # normalized per minibatch (detail 7)
     if args.norm_adv and len(advantages) > 1:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    # clipped surrogate (detail 8)
     clipped = ratio.clamp(1.0 - args.clip_coef, 1.0 + args.clip_coef)
     policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
 
     error = (value - batch.returns).square()
-    if args.clip_vloss:
+    if args.clip_vloss:  # value clipping (detail 9)
         near = batch.values + (value - batch.values).clamp(-args.clip_coef, args.clip_coef)
         error = torch.max(error, (near - batch.returns).square())
     value_loss = 0.5 * error.mean()
 
-    entropy = entropy.mean()
+    entropy = entropy.mean()  # whose bonus encourages exploration (detail 10)
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
+    # debug variables (detail 12); approx_kl is Schulman's estimator k3
     old_approx_kl, approx_kl = -logratio.mean(), (ratio - 1.0 - logratio).mean()
     clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
     return loss, (value_loss, policy_loss, entropy, old_approx_kl, approx_kl, clipfrac)
@@ -619,7 +639,7 @@ def minibatch_step(agent: Agent, batch: Batch, rows: torch.Tensor, learning_rate
     loss, metrics = ppo_loss(agent, agent.optimizer.named(parameters), minibatch, args)
     (grad,) = torch.autograd.grad(loss, parameters)
     with torch.no_grad():
-        norm = grad.norm()
+        norm = grad.norm()  # over all parameters (detail 11)
         grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         agent.optimizer.step(grad, learning_rate)
         return torch.stack([*metrics, norm])
@@ -640,7 +660,7 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args) -> dic
         actions = torch.as_tensor(data.actions, device=device)
         values = agent.critic(features).squeeze(-1)  # [T + 1, N]
         logprobs, _, _ = agent(features[:-1], actions)
-    advantages = gae(
+    advantages = gae(  # detail 5
         data.rewards, values.cpu().double().numpy(), data.terminated, data.truncated,
         args.gamma, args.gae_lambda,
     )  # fmt: skip
@@ -656,6 +676,7 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args) -> dic
     metrics = []
     for _ in range(args.update_epochs):
         order = torch.as_tensor(agent.rng.permutation(rows), device=device)
+        # every sample once an epoch, in minibatches of nearly equal size (detail 6)
         minibatches = order.tensor_split(min(args.num_minibatches, len(rows)))
         for minibatch in minibatches:
             metrics.append(agent.minibatch_step(agent, batch, minibatch, learning_rate, args))
@@ -907,6 +928,14 @@ def evaluate(args: Args) -> list[float]:
     return returns
 
 
+def link_videos(run: Run):
+    """Make videos/{run name} lead to the run's videos; CleanRL's are there."""
+    if run.folder == Path("runs") / run.name:
+        Path("videos").mkdir(exist_ok=True)
+        with contextlib.suppress(OSError):  # some file systems have no links
+            (Path("videos") / run.name).symlink_to((run.folder / "videos").resolve())
+
+
 # --- training -------------------------------------------------------------------------------------
 
 
@@ -982,6 +1011,7 @@ def train(args: Args) -> str:
         envs, agent, run = set_up(args)
         try:
             while run.iteration < num_iterations and not stop:
+                # learning-rate annealing (detail 4)
                 remaining = 1.0 - run.iteration / num_iterations if args.anneal_lr else 1.0
                 learning_rate = remaining * args.learning_rate
                 data = rollout(agent, envs, run, args)
@@ -998,7 +1028,8 @@ def train(args: Args) -> str:
             where = f"{run.folder}: stopped in iteration {run.iteration + 1}"
             print(f"{where}: {error}; its checkpoint.pt is the last good one", file=sys.stderr)
             raise SystemExit(1) from None
-    envs.close()
+        finally:
+            envs.close()
 
     script = f"python {Path(__file__).name}"
     if run.iteration < num_iterations:
@@ -1013,6 +1044,7 @@ def train(args: Args) -> str:
         torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
     if args.capture_video:
         evaluate(dataclasses.replace(args, evaluate=run.folder))
+        link_videos(run)
     return run.name
 
 

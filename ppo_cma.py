@@ -160,6 +160,8 @@ CHANGEABLE = {
 }  # fmt: skip
 # Fields that CleanRL computes, accepted for its command lines.
 NO_EFFECT = {"num_iterations": "--total-timesteps and --iter-steps set it"}
+# Arguments that need a package of their own.
+NEEDS = {"capture_video": "moviepy", "track": "wandb"}
 # The least and the greatest value; for others, integers start at 1, floats at 0.
 BOUNDS = {
     "seed": (0, 2**63), "gamma": (0, 1), "gae_lambda": (0, 1), "learning_rate": (1e-9, 1)
@@ -209,7 +211,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
         low, high = BOUNDS.get(name, (int(type(value) is int and name not in NO_EFFECT), math.inf))
         if type(value) in (int, float) and not low <= value <= high:
             fail(f"--{name.replace('_', '-')} {value}: must lie between {low:g} and {high:g}")
-    for flag, module in (("capture_video", "moviepy"), ("track", "wandb")):
+    for flag, module in NEEDS.items():
         if getattr(args, flag) and importlib.util.find_spec(module) is None:
             fail(f"--{flag.replace('_', '-')} needs {module}: pip install {module}")
     given = [name for name in NO_EFFECT if getattr(args, name)]
@@ -229,11 +231,13 @@ def build_env(env_id: str, video_folder: Path | None = None, render: bool = Fals
     if video_folder and sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")
     mode = "rgb_array" if video_folder else "human" if render else None
-    try:
-        if env_id.startswith("dm_control/"):
-            import shimmy
+    if env_id.startswith("dm_control/"):
+        if importlib.util.find_spec("shimmy") is None:
+            fail(f"--env-id {env_id} needs shimmy: pip install 'shimmy[dm-control]'")
+        import shimmy
 
-            gym.register_envs(shimmy)
+        gym.register_envs(shimmy)
+    try:
         more = {"render_mode": mode} if mode else {}  # not every environment takes the argument
         env = gym.make(env_id, disable_env_checker=True, **more)
     except (gym.error.Error, ImportError) as error:
@@ -1100,7 +1104,8 @@ def train(args: Args) -> str:
             where = f"{run.folder}: stopped in iteration {run.iteration + 1}"
             print(f"{where}: {error}; its checkpoint.pt is the last good one", file=sys.stderr)
             raise SystemExit(1) from None
-    envs.close()
+        finally:
+            envs.close()
 
     script = f"python {Path(__file__).name}"
     if run.global_step < args.total_timesteps:

@@ -17,6 +17,7 @@ import importlib.util
 import io
 import json
 import math
+import multiprocessing
 import os
 import platform
 import re
@@ -142,6 +143,8 @@ NO_EFFECT = {
     "minibatch_size": "--num-minibatches sets it",
     "num_iterations": "--total-timesteps, --num-envs and --num-steps set it",
 }
+# Arguments that need a package of their own.
+NEEDS = {"capture_video": "moviepy", "track": "wandb", "upload_model": "huggingface_hub"}
 # The least and the greatest value; for others, integers start at 1, floats at 0.
 BOUNDS = {"seed": (0, 2**63), "gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-9, 9)}
 
@@ -154,7 +157,7 @@ def check(args: Args):
             f"--num-minibatches {args.num_minibatches}: more than the {batch_size} samples of an "
             "iteration (num-envs * num-steps); lower it or raise those"
         )
-    if args.total_timesteps < batch_size:
+    if args.total_timesteps < batch_size and not args.evaluate:
         print(
             f"--total-timesteps {args.total_timesteps} is less than an iteration, {batch_size} "
             "(num-envs * num-steps): nothing will be trained"
@@ -196,7 +199,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
         low, high = BOUNDS.get(name, (int(type(value) is int and name not in NO_EFFECT), math.inf))
         if type(value) in (int, float) and not low <= value <= high:
             fail(f"--{name.replace('_', '-')} {value}: must lie between {low:g} and {high:g}")
-    for flag, module in (("capture_video", "moviepy"), ("track", "wandb")):
+    for flag, module in NEEDS.items():
         if getattr(args, flag) and importlib.util.find_spec(module) is None:
             fail(f"--{flag.replace('_', '-')} needs {module}: pip install {module}")
     given = [name for name in NO_EFFECT if getattr(args, name)]
@@ -216,11 +219,13 @@ def build_env(env_id: str, video_folder: Path | None = None, render: bool = Fals
     if video_folder and sys.platform == "linux" and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")
     mode = "rgb_array" if video_folder else "human" if render else None
-    try:
-        if env_id.startswith("dm_control/"):
-            import shimmy
+    if env_id.startswith("dm_control/"):
+        if importlib.util.find_spec("shimmy") is None:
+            fail(f"--env-id {env_id} needs shimmy: pip install 'shimmy[dm-control]'")
+        import shimmy
 
-            gym.register_envs(shimmy)
+        gym.register_envs(shimmy)
+    try:
         more = {"render_mode": mode} if mode else {}  # not every environment takes the argument
         env = gym.make(env_id, disable_env_checker=True, **more)
     except (gym.error.Error, ImportError) as error:
@@ -318,7 +323,7 @@ class GymnasiumEnvs:
 
 
 class Envs:
-    """Environments that step together, and where each of them stands between two rollouts.
+    """Environments that step together, and where each stands between two rollouts (detail 1).
 
     `vector` is any gymnasium vector environment whose autoreset is "next step" (see `Episodes`).
     """
@@ -337,7 +342,8 @@ class Envs:
         self.discounted = np.zeros(len(self.obs))  # [N], its return discounted, for the scaling
 
     def step(self, actions: np.ndarray):
-        """Clip actions [N, A] to the box and take them: rewards, terminated, truncated [N]."""
+        """Take actions [N, A], clipped to the box, while those stored are not (continuous detail
+        5): rewards, terminated, truncated [N]."""
         actions = np.minimum(np.maximum(actions, self.low), self.high)
         obs, rewards, terminated, truncated, _ = self.vector.step(actions)
         self.obs, self.over = obs.astype(np.float32), terminated | truncated
@@ -375,14 +381,25 @@ def make_envs(args: Args, start: int = 0, video_folder: Path | None = None) -> E
             for i in range(args.num_envs)
         ]
         if args.env_backend == "async":
-            thunks[0]().close()  # what is wrong shows here, not in another process
-            vector = gym.vector.AsyncVectorEnv(thunks)
+            vector = gym.vector.AsyncVectorEnv([in_worker(thunk) for thunk in thunks])
         else:
             vector = GymnasiumEnvs(thunks)
     problem = unsupported(vector.single_observation_space, vector.single_action_space)
     if problem:
         fail(f"--env-id {args.env_id}: {problem}")
     return Envs(vector)
+
+
+def in_worker(thunk):
+    """`thunk` for a process of its own, which leaves signals to the process that trains."""
+
+    def start():
+        if multiprocessing.parent_process():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return thunk()
+
+    return start
 
 
 def make_envpool(args: Args, start: int):
@@ -437,8 +454,8 @@ class RunningMoments(nn.Module):
 
 
 class FlatAdam:
-    """Adam (Kingma & Ba 2015, algorithm 1; eps 1e-5) over all parameters of a module as one vector
-    [P]. The parameters become views of it: one tensor to clip, to compile and to step, not many."""
+    """Adam (Kingma & Ba 2015, algorithm 1; eps 1e-5: detail 3) over all parameters of a module
+    as one vector [P]. They become views of it: one tensor to clip, compile and step, not many."""
 
     def __init__(self, module: nn.Module):
         parameters = list(module.parameters())
@@ -474,7 +491,7 @@ class FlatAdam:
 
 
 def layer_init(layer: nn.Linear, gain: float = math.sqrt(2)) -> nn.Linear:
-    """Orthogonal weights, no bias."""
+    """Orthogonal weights, no bias (detail 2)."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -496,6 +513,7 @@ class Agent(nn.Module):
         if problem:
             raise ValueError(problem)
         (dim,), (actions,) = obs_space.shape, action_space.shape
+        # separate networks (detail 13, continuous detail 4)
         self.critic = nn.Sequential(
             layer_init(nn.Linear(dim, 64)),
             nn.Tanh(),
@@ -510,6 +528,7 @@ class Agent(nn.Module):
             nn.Tanh(),
             layer_init(nn.Linear(64, actions), gain=0.01),
         )
+        # a deviation for each dimension, the same in every state (continuous detail 2)
         self.actor_logstd = nn.Parameter(torch.full((actions,), args.log_std_init))
         low, high = (torch.tensor(bound).float() for bound in (action_space.low, action_space.high))
         if not (args.scale_actions and low.isfinite().all() and high.isfinite().all()):
@@ -522,7 +541,8 @@ class Agent(nn.Module):
         self.refresh_actor()
 
     def normalize(self, obs: torch.Tensor) -> torch.Tensor:
-        """Raw observations [..., D] less their mean, over their deviation, clipped to +-10."""
+        """Raw observations [..., D] less their mean, over their deviation, clipped to +-10
+        (continuous details 6, 7)."""
         moments = self.obs_moments
         return ((obs - moments.mean) / (moments.var + 1e-8).sqrt()).clamp(-10.0, 10.0).float()
 
@@ -540,7 +560,8 @@ class Agent(nn.Module):
         return action, *self(features, action)
 
     def forward(self, features: torch.Tensor, actions: torch.Tensor):
-        """Log-density [B] of actions [B, A], entropy [B], value [B] at normalized obs [B, D]."""
+        """Log-density [B] of actions [B, A], entropy [B], value [B] at normalized obs [B, D].
+        A normal distribution of independent components (continuous details 1, 3)."""
         mean, logstd = self.actor_mean(features), self.actor_logstd
         z = ((actions - self.origin) / self.unit - mean) * torch.exp(-logstd)
         logscale = logstd + self.unit.log()
@@ -622,28 +643,30 @@ METRICS = (
 
 
 def ppo_loss(agent: Agent, parameters: dict[str, torch.Tensor], batch: Batch, args: Args):
-    """The clipped surrogate (Schulman et al. 2017, eq. 9) with these parameters, and its METRICS
-    but for the last."""
+    """The clipped objective (Schulman et al. 2017, eq. 9) with these parameters, and the METRICS
+    but for the last, grad_norm."""
     logprob, entropy, value = torch.func.functional_call(
         agent, parameters, (batch.features, batch.actions)
     )
     logratio = logprob - batch.logprobs
     ratio = logratio.exp()
 
-    advantages = batch.advantages
+    advantages = batch.advantages  # normalized per minibatch (detail 7)
     if args.norm_adv and len(advantages) > 1:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    # clipped surrogate (detail 8)
     clipped = ratio.clamp(1.0 - args.clip_coef, 1.0 + args.clip_coef)
     policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
 
     error = (value - batch.returns).square()
-    if args.clip_vloss:
+    if args.clip_vloss:  # value clipping (detail 9)
         near = batch.values + (value - batch.values).clamp(-args.clip_coef, args.clip_coef)
         error = torch.max(error, (near - batch.returns).square())
     value_loss = 0.5 * error.mean()
 
-    entropy = entropy.mean()
+    entropy = entropy.mean()  # whose bonus encourages exploration (detail 10)
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
+    # debug variables (detail 12); approx_kl is Schulman's estimator k3
     old_approx_kl, approx_kl = -logratio.mean(), (ratio - 1.0 - logratio).mean()
     clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
     return loss, (value_loss, policy_loss, entropy, old_approx_kl, approx_kl, clipfrac)
@@ -656,7 +679,7 @@ def minibatch_step(agent: Agent, batch: Batch, rows: torch.Tensor, learning_rate
     loss, metrics = ppo_loss(agent, agent.optimizer.named(parameters), minibatch, args)
     (grad,) = torch.autograd.grad(loss, parameters)
     with torch.no_grad():
-        norm = grad.norm()
+        norm = grad.norm()  # over all parameters (detail 11)
         grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         agent.optimizer.step(grad, learning_rate)
         return torch.stack([*metrics, norm])
@@ -670,7 +693,10 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args) -> dic
     for name, array in (("an observation", data.obs[:-1]), ("a reward", data.rewards)):
         if not np.isfinite(array[data.valid]).all():
             raise FloatingPointError(f"{name} is not finite")
-    if agent.obs_moments.count == 0:  # before the first update there is no scale yet
+    # Observations are scaled for learning as they were for acting; only the first time there is
+    # no scale yet, and a policy that hardly depends on them.
+    first = agent.obs_moments.count == 0
+    if first:
         agent.obs_moments.update(data.obs[:-1][data.valid])
 
     device = agent.optimizer.parameters.device
@@ -679,7 +705,7 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args) -> dic
         actions = torch.as_tensor(data.actions, device=device)
         values = agent.critic(features).squeeze(-1)  # [T + 1, N]
         logprobs, _, _ = agent(features[:-1], actions)
-    advantages = gae(
+    advantages = gae(  # detail 5
         data.rewards, values.cpu().double().numpy(), data.terminated, data.truncated,
         args.gamma, args.gae_lambda,
     )  # fmt: skip
@@ -695,6 +721,7 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args) -> dic
     metrics = []
     for _ in range(args.update_epochs):
         order = torch.as_tensor(agent.rng.permutation(rows), device=device)
+        # every sample once an epoch, in minibatches of nearly equal size (detail 6)
         minibatches = order.tensor_split(min(args.num_minibatches, len(rows)))
         for minibatch in minibatches:
             metrics.append(agent.minibatch_step(agent, batch, minibatch, learning_rate, args))
@@ -705,7 +732,7 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args) -> dic
     means = torch.stack(metrics).mean(dim=0).cpu()
     if not (means.isfinite().all() and agent.optimizer.parameters.isfinite().all()):
         raise FloatingPointError(dict(zip(METRICS, means.tolist(), strict=True)))
-    if agent.obs_moments.count > len(rows):
+    if not first:
         agent.obs_moments.update(data.obs[:-1][data.valid])
     agent.refresh_actor()
     residual, targets = (batch.returns - batch.values)[rows], batch.returns[rows]
@@ -757,7 +784,8 @@ def log_episodes(data: Rollout, envs: Envs, run: "Run"):
 
 
 def scale_rewards(agent: Agent, envs: Envs, data: Rollout, gamma: float) -> np.ndarray:
-    """Rewards [T, N] over the deviation of the discounted returns so far, clipped to +-10."""
+    """Rewards [T, N] over the deviation of the discounted returns so far, clipped to +-10
+    (continuous details 8, 9)."""
     discounted, ended = np.zeros_like(data.rewards), data.terminated | data.truncated
     for t, reward in enumerate(data.rewards):
         discounted[t] = gamma * envs.discounted + reward
@@ -961,6 +989,26 @@ def evaluate(args: Args) -> list[float]:
     return returns
 
 
+def link_videos(run: Run):
+    """Make videos/{run name} lead to the run's videos; CleanRL's are there."""
+    if run.folder == Path("runs") / run.name:
+        Path("videos").mkdir(exist_ok=True)
+        with contextlib.suppress(OSError):  # some file systems have no links
+            (Path("videos") / run.name).symlink_to((run.folder / "videos").resolve())
+
+
+def upload(run: Run):
+    """Copy the run's folder into a repository of the Hugging Face hub."""
+    from huggingface_hub import HfApi
+
+    api, args = HfApi(), run.args
+    owner = args.hf_entity or api.whoami()["name"]
+    name = f"{args.env_id}-{args.exp_name}-seed{args.seed}".replace("/", "-")
+    api.create_repo(f"{owner}/{name}", exist_ok=True)
+    api.upload_folder(repo_id=f"{owner}/{name}", folder_path=run.folder)
+    print(f"uploaded to {owner}/{name}")
+
+
 # --- training -------------------------------------------------------------------------------------
 
 
@@ -1036,6 +1084,7 @@ def train(args: Args) -> str:
         envs, agent, run = set_up(args)
         try:
             while run.iteration < num_iterations and not stop:
+                # learning-rate annealing (detail 4)
                 remaining = 1.0 - run.iteration / num_iterations if args.anneal_lr else 1.0
                 learning_rate = remaining * args.learning_rate
                 data = rollout(agent, envs, run, args)
@@ -1052,7 +1101,8 @@ def train(args: Args) -> str:
             where = f"{run.folder}: stopped in iteration {run.iteration + 1}"
             print(f"{where}: {error}; its checkpoint.pt is the last good one", file=sys.stderr)
             raise SystemExit(1) from None
-    envs.close()
+        finally:
+            envs.close()
 
     script = f"python {Path(__file__).name}"
     if run.iteration < num_iterations:
@@ -1067,6 +1117,9 @@ def train(args: Args) -> str:
         torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
     if args.capture_video:
         evaluate(dataclasses.replace(args, evaluate=run.folder))
+        link_videos(run)
+    if args.upload_model:
+        upload(run)
     return run.name
 
 
