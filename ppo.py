@@ -4,7 +4,28 @@
 #     "torch>=2.7,<2.14", "gymnasium>=1.1,<2", "numpy", "tensorboard", "tqdm", "tyro>=0.9",
 # ]
 # ///
-"""@DOC@"""
+"""PPO, clipped, for discrete actions, in one file.
+
+Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huang et al. 2022 ("The
+37 implementation details of PPO"), each marked where it is. Every iteration:
+
+    1. take T steps in each of N environments with a ~ pi(a | s), a choice in each of its branches
+    2. A = GAE(lambda): a time limit bootstraps from the value of the true last observation, a
+       termination does not, and the row after an episode's end (autoreset's) is never learned from
+    3. for K epochs, for each minibatch, with r = pi(a | s) / pi_old(a | s):
+           minimise  -E[ min(r A, clip(r, 1 - eps, 1 + eps) A) ] + c_v E[ (V - R)^2 ] / 2 - c_e H
+
+    python ppo.py --env-id CartPole-v1                     # train, 500,000 steps
+    python ppo.py --env-id Acrobot-v1 --num-envs 8
+    python ppo.py --resume runs/RUN                        # go on where it stopped
+    python ppo.py --evaluate runs/RUN --capture-video      # play with the greedy action
+
+@SCORES@
+
+Flags, TensorBoard tags and output are CleanRL's. Two defaults are not: a learning rate of 1e-3 and
+10 epochs. CleanRL's own: `--learning-rate 2.5e-4 --update-epochs 4`.
+Left out on purpose: pixels, recurrence, action masks.
+"""
 
 import contextlib
 import csv
@@ -101,7 +122,7 @@ class Args:
     """normalize advantages within each minibatch"""
     clip_coef: float = 0.2
     """epsilon of the clipped surrogate"""
-    clip_vloss: bool = False
+    clip_vloss: bool = True
     """clip the change of the value, too, to +-clip-coef"""
     ent_coef: float = 0.01
     """weight of the entropy bonus"""
@@ -912,7 +933,11 @@ def evaluate(args: Args) -> list[float]:
     each return; with `capture_video`, record them into its videos/. Writes nothing else."""
     torch.set_num_threads(args.num_threads)
     args = dataclasses.replace(args, num_envs=1, seed=episode_seed(args.seed, 2**31))
-    envs = make_envs(args, video_folder=args.evaluate / "videos" if args.capture_video else None)
+    try:
+        video_folder = args.evaluate / "videos" if args.capture_video else None
+        envs = make_envs(args, video_folder=video_folder)
+    except gym.error.DependencyNotInstalled as error:  # shows when it is drawn
+        fail(f"--capture-video: {error}")
     agent = Agent(envs, args)
     load_agent(agent, load_checkpoint(args.evaluate))
     returns, total = [], 0.0

@@ -5,7 +5,31 @@
 #     "tqdm", "tyro>=0.9",
 # ]
 # ///
-"""@DOC@"""
+"""PPO, clipped, for continuous actions, in one file.
+
+Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huang et al. 2022 ("The
+37 implementation details of PPO"), each marked where it is. Every iteration:
+
+    1. take T steps in each of N environments with a ~ N(mu(s), sigma^2)
+    2. A = GAE(lambda): a time limit bootstraps from the value of the true last observation, a
+       termination does not, and the row after an episode's end (autoreset's) is never learned from
+    3. for K epochs, for each minibatch, with r = pi(a | s) / pi_old(a | s):
+           minimise  -E[ min(r A, clip(r, 1 - eps, 1 + eps) A) ] + c_v E[ (V - R)^2 ] / 2 - c_e H
+
+    python ppo_continuous_action.py --env-id HalfCheetah-v4               # train, 1M steps
+    python ppo_continuous_action.py --env-id Humanoid-v4 --compile        # faster, after 20 s
+    python ppo_continuous_action.py --env-id dm_control/walker-walk-v0    # needs shimmy
+    python ppo_continuous_action.py --resume runs/RUN                     # go on where it stopped
+    python ppo_continuous_action.py --evaluate runs/RUN --capture-video   # play the mean action
+
+@SCORES@
+
+Flags, TensorBoard tags and output are CleanRL's. Three defaults are not: the policy starts with a
+deviation of 0.5 and not 1 (`--log-std-init`), in units of half the action box
+(`--scale-actions`), and the value loss is not clipped. CleanRL's own:
+`--log-std-init 0 --no-scale-actions --clip-vloss`.
+Left out on purpose: pixels, recurrence, squashed actions, state-dependent deviations.
+"""
 
 import contextlib
 import csv
@@ -973,7 +997,11 @@ def evaluate(args: Args) -> list[float]:
     return; with `capture_video`, record them into its videos/. Writes nothing else."""
     torch.set_num_threads(args.num_threads)
     args = dataclasses.replace(args, num_envs=1, seed=episode_seed(args.seed, 2**31))
-    envs = make_envs(args, video_folder=args.evaluate / "videos" if args.capture_video else None)
+    try:
+        video_folder = args.evaluate / "videos" if args.capture_video else None
+        envs = make_envs(args, video_folder=video_folder)
+    except gym.error.DependencyNotInstalled as error:  # shows when it is drawn
+        fail(f"--capture-video: {error}")
     agent = Agent(envs, args)
     load_agent(agent, load_checkpoint(args.evaluate))
     returns, total = [], 0.0

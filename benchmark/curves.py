@@ -1,7 +1,8 @@
 """Tables and curves of finished runs, for the results this repository publishes.
 
     python benchmark/curves.py collect runs/published/*       # episodes -> benchmark/results
-    python benchmark/curves.py report                         # benchmark/results -> report.md, png
+    python benchmark/curves.py report                         # -> results/ppo_cma.md and .png
+    python benchmark/curves.py table                          # -> results/ppo.md and .png
 
 `collect` copies each run's episodes.csv, compressed, and its run.json to
 results/<env>/<script>/<variant>-s<seed>, and plays episodes with the mean action, whose returns
@@ -75,7 +76,7 @@ def load(env_id: str, script: str, variant: str = "default") -> list[Curve]:
                 [[row["global_step"], row["return"]] for row in csv.DictReader(file)]
             )
         steps, returns = episodes.astype(float).T
-        width = info["args"]["iter_steps"]
+        width = info["args"].get("iter_steps") or info["args"]["total_timesteps"] // 50
         window = ((steps - 1) // width).astype(int)
         filled = np.unique(window)
         means = np.array([returns[window == w].mean() for w in filled])
@@ -103,6 +104,128 @@ def crossing(curve: Curve, score: float) -> str:
     """Millions of steps after which the return first reaches `score`."""
     above = np.flatnonzero(curve.returns >= score)
     return f"{curve.steps[above[0]] / 1e6:.2f}M" if len(above) else "not yet"
+
+
+def published(env_id: str, metric: str) -> str:
+    """The highest score of other PPO programs with several seeds, at the same steps and any version
+    of the environment, as text."""
+    best = None
+    name = re.sub(r"-v\d$", "", env_id)
+    steps = load(env_id, script_of(env_id))[0].info["args"]["total_timesteps"]
+    with open(HERE / "anchors.csv") as file:
+        for row in csv.DictReader(file):
+            fits = re.sub(r"-v\d$", "", row["env_id"]) == name and row["algorithm"].startswith(
+                "ppo"
+            )
+            fits = fits and int(row["steps"]) == steps and int(row["seeds"] or 1) > 1
+            fits = fits and row["metric"] == metric
+            if fits and (best is None or float(row["score"]) > float(best["score"])):
+                best = row
+    if best is None:
+        return ""
+    return (
+        f"{float(best['score']):,.0f} ({best['project']}, {best['env_id']}, {best['seeds']} seeds)"
+    )
+
+
+CLIPPED = {
+    "ppo_continuous_action": (
+        "HalfCheetah-v4", "Walker2d-v4", "Hopper-v4", "InvertedPendulum-v4", "Humanoid-v4",
+        "Pendulum-v1",
+    ),
+    "ppo": ("CartPole-v1", "Acrobot-v1"),
+}  # fmt: skip
+VARIANTS = {"default": "defaults", "cleanrl": "CleanRL's settings"}
+
+
+def script_of(env_id: str) -> str:
+    return next(script for script, env_ids in CLIPPED.items() if env_id in env_ids)
+
+
+def summary(scores: list[float]) -> str:
+    """Interquartile mean over seeds and its 95% bootstrap interval."""
+    from scipy import stats
+
+    def iqm(x, axis=-1):
+        return stats.trim_mean(x, 0.25, axis=axis)
+
+    if len(set(scores)) == 1:
+        return f"**{scores[0]:,.1f}**"
+    low, high = stats.bootstrap(
+        (scores,), iqm, method="percentile", n_resamples=10_000, rng=np.random.default_rng(0)
+    ).confidence_interval
+    return f"**{iqm(np.array(scores)):,.1f}** [{low:,.1f}, {high:,.1f}]"
+
+
+def last_hundred(curve: Curve) -> float:
+    return curve.info["final_return"]
+
+
+def final_policy(curve: Curve) -> float:
+    return float(np.mean(curve.info["evaluation"]))
+
+
+def table():
+    """Write results/ppo.md and results/ppo.png: the clipped scripts."""
+    import matplotlib.pyplot as plt
+
+    lines = ["# ppo.py and ppo_continuous_action.py\n"]
+    lines.append(
+        "Interquartile means over seeds with 95% percentile-bootstrap intervals (five seeds: wide "
+        "ones).\nFinal policy: mean action (for ppo.py the greedy one), 20 episodes a seed, of the "
+        "policy at the end of training.\nTraining: mean of the last 100 training episodes, with "
+        "exploration. Other projects' numbers are published ones,\nof the metric the column says, "
+        "at the same number of steps, not rerun.\n"
+    )
+    lines.append(
+        "| environment | steps | setting | seeds | final policy | training | each seed's policy |"
+    )
+    lines.append("|---|---|---|---|---|---|---|")
+    figure, axes = plt.subplots(2, 4, figsize=(15, 6.4))
+    env_ids = [env_id for script in CLIPPED for env_id in CLIPPED[script]]
+    for env_id, axis in zip(env_ids, axes.flat, strict=True):
+        for (variant, name), color in zip(VARIANTS.items(), (BLUE, ORANGE), strict=True):
+            curves = load(env_id, script_of(env_id), variant)
+            if not curves:
+                continue
+            scores = [final_policy(curve) for curve in curves]
+            steps = curves[0].info["args"]["total_timesteps"]
+            cells = [env_id, f"{steps:,}", name, len(curves), summary(scores)]
+            cells += [summary([last_hundred(curve) for curve in curves])]
+            cells += [", ".join(f"{score:,.0f}" for score in scores)]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+            grid = np.linspace(0.02, 1.0, 50) * steps
+            values = np.array([np.interp(grid, c.steps, smooth(c.returns)) for c in curves])
+            axis.plot(
+                grid / 1e6,
+                np.median(values, axis=0),
+                color=color,
+                label=f"{name}, {len(curves)} seeds",
+            )
+            axis.fill_between(
+                grid / 1e6,
+                values.min(axis=0),
+                values.max(axis=0),
+                color=color,
+                alpha=0.2,
+                linewidth=0,
+            )
+        axis.set(title=env_id, xlabel="environment steps (millions)")
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_ylabel("training return")
+    axes[1, 0].set_ylabel("training return")
+    axes[0, 0].legend(frameon=False, fontsize=8, loc="upper left")
+    figure.tight_layout()
+    figure.savefig(RESULTS / "ppo.png", dpi=120)
+    lines += ["", "Published by others, several seeds, at the same number of steps:\n"]
+    lines += ["| environment | training return | maximum over training |", "|---|---|---|"]
+    for env_id in env_ids:
+        cells = [published(env_id, "training"), published(env_id, "max-over-training")]
+        if any(cells):
+            lines.append(f"| {env_id} | {' | '.join(cells)} |")
+    (RESULTS / "ppo.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
 
 
 def draw(env_ids: list[str], script: str, path: Path):
@@ -180,5 +303,5 @@ def report(script: str = "ppo_cma"):
 
 if __name__ == "__main__":
     tyro.extras.subcommand_cli_from_dict(
-        {"collect": collect, "report": report}, description=__doc__
+        {"collect": collect, "report": report, "table": table}, description=__doc__
     )
