@@ -321,9 +321,12 @@ class GymnasiumEnvs:
         return np.stack([env.reset()[0] for env in self.envs]), {}
 
     def step(self, actions):
-        results = [env.step(action) for env, action in zip(self.envs, actions, strict=True)]
-        obs, rewards, terminated, truncated, infos = zip(*results, strict=True)
-        return np.array(obs), np.array(rewards), np.array(terminated), np.array(truncated), infos
+        n = len(self.envs)
+        obs = np.empty((n, *self.single_observation_space.shape), np.float32)
+        rewards, terminated, truncated = np.empty(n), np.empty(n, bool), np.empty(n, bool)
+        for i, env in enumerate(self.envs):
+            obs[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
+        return obs, rewards, terminated, truncated, {}
 
     def call(self, method: str, *args) -> tuple:
         return tuple(getattr(env, method)(*args) for env in self.envs)
@@ -354,7 +357,7 @@ class Envs:
         space = self.single_action_space
         actions = actions.reshape(-1, *space.shape) + getattr(space, "start", 0)
         obs, rewards, terminated, truncated, _ = self.vector.step(actions)
-        self.obs, self.over = obs.astype(np.float32), terminated | truncated
+        self.obs, self.over = obs.astype(np.float32, copy=False), terminated | truncated
         return rewards, terminated, truncated
 
     def state(self) -> dict:
@@ -562,7 +565,7 @@ class Agent(nn.Module):
             return x.detach().cpu().numpy()
 
         layers = [layer for layer in self.actor if isinstance(layer, nn.Linear)]
-        self.layers = [(array(layer.weight).T, array(layer.bias)) for layer in layers]
+        *self.hidden, self.output = [(array(x.weight).T, array(x.bias)) for x in layers]
 
     def noise(self, *shape: int) -> np.ndarray:
         """What `act` needs to sample `shape` actions: Gumbel noise, whose argmax is a sample."""
@@ -572,9 +575,9 @@ class Agent(nn.Module):
         """Actions [N, branches] at observations [N, D]: samples given noise, else the likeliest.
         In numpy, several times faster than torch for the few observations of a step."""
         x = obs
-        *hidden, (weight, bias) = self.layers
-        for w, b in hidden:
-            x = np.tanh(x @ w + b)
+        for weight, bias in self.hidden:
+            x = np.tanh(x @ weight + bias)
+        weight, bias = self.output
         scores = x @ weight + bias
         scores = scores if noise is None else scores + noise
         parts = np.split(scores, np.cumsum(self.choices)[:-1], axis=-1)
@@ -964,15 +967,22 @@ def link_videos(run: Run):
 # --- training -------------------------------------------------------------------------------------
 
 
-def compile_update(agent: Agent):
+def compile_update(agent: Agent, device: torch.device):
     """torch.compile a minibatch's step; go on without where no compiler works."""
+
+    def changeable(guards):  # from one call to the next; the rest need not be checked each time
+        return [guard.guard_type in ("TENSOR_MATCH", "SHAPE_ENV") for guard in guards]
+
+    options = {"guard_filter_fn": changeable, "cpp_wrapper": device.type == "cpu"}
     try:
         torch._dynamo.config.trace_autograd_ops = True
-        torch.compile(lambda x: x.sin() + x.cos())(torch.zeros(8))
-    except Exception as error:  # whatever a missing or broken compiler raises
+        torch.compile(lambda x: x.sin() + x.cos(), options=options)(torch.zeros(8))
+    except Exception as error:  # whatever a missing, broken or older compiler raises
         print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
         return
-    agent.minibatch_step = torch.compile(minibatch_step, dynamic=True, fullgraph=True)
+    agent.minibatch_step = torch.compile(
+        minibatch_step, dynamic=True, fullgraph=True, options=options
+    )
 
 
 @contextlib.contextmanager
@@ -1008,7 +1018,7 @@ def set_up(args: Args):
         load_agent(agent, checkpoint)
         load_training_state(agent, envs, checkpoint["training"])
     if args.compile:
-        compile_update(agent)
+        compile_update(agent, device)
     agent.refresh_actor()
     run = Run(args, f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}", checkpoint)
     if not checkpoint:

@@ -335,9 +335,12 @@ class GymnasiumEnvs:
         return np.stack([env.reset()[0] for env in self.envs]), {}
 
     def step(self, actions):
-        results = [env.step(action) for env, action in zip(self.envs, actions, strict=True)]
-        obs, rewards, terminated, truncated, infos = zip(*results, strict=True)
-        return np.array(obs), np.array(rewards), np.array(terminated), np.array(truncated), infos
+        n = len(self.envs)
+        obs = np.empty((n, *self.single_observation_space.shape), np.float32)
+        rewards, terminated, truncated = np.empty(n), np.empty(n, bool), np.empty(n, bool)
+        for i, env in enumerate(self.envs):
+            obs[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
+        return obs, rewards, terminated, truncated, {}
 
     def call(self, method: str, *args) -> tuple:
         return tuple(getattr(env, method)(*args) for env in self.envs)
@@ -370,7 +373,7 @@ class Envs:
         5): rewards, terminated, truncated [N]."""
         actions = np.minimum(np.maximum(actions, self.low), self.high)
         obs, rewards, terminated, truncated, _ = self.vector.step(actions)
-        self.obs, self.over = obs.astype(np.float32), terminated | truncated
+        self.obs, self.over = obs.astype(np.float32, copy=False), terminated | truncated
         return rewards, terminated, truncated
 
     def state(self) -> dict:
@@ -453,6 +456,9 @@ def unsupported(obs_space: gym.Space, action_space: gym.Space) -> str | None:
 
 
 # --- agent ----------------------------------------------------------------------------------------
+
+
+OBS_LIMIT = np.float32(10.0)  # of normalized observations
 
 
 class RunningMoments(nn.Module):
@@ -568,7 +574,8 @@ class Agent(nn.Module):
         """Raw observations [..., D] less their mean, over their deviation, clipped to +-10
         (continuous details 6, 7)."""
         moments = self.obs_moments
-        return ((obs - moments.mean) / (moments.var + 1e-8).sqrt()).clamp(-10.0, 10.0).float()
+        normal = ((obs - moments.mean) / (moments.var + 1e-8).sqrt()).float()
+        return normal.clamp(-OBS_LIMIT.item(), OBS_LIMIT.item())
 
     def get_value(self, obs: torch.Tensor) -> torch.Tensor:
         """V [...] at raw observations [..., D]."""
@@ -595,15 +602,16 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def refresh_actor(self):
-        """Make the policy as it is now available to `act`."""
+        """Make the policy as it is now available to `act`, in units of the environment."""
 
         def array(x: torch.Tensor) -> np.ndarray:  # on a CPU the tensor's own memory, not a copy
             return x.detach().cpu().numpy()
 
         layers = [layer for layer in self.actor_mean if isinstance(layer, nn.Linear)]
-        self.actor = [(array(layer.weight).T, array(layer.bias)) for layer in layers]
-        self.std = array(self.actor_logstd.exp())
-        self.center, self.half = array(self.origin), array(self.unit)
+        *self.hidden, (weight, bias) = [(array(x.weight).T, array(x.bias)) for x in layers]
+        origin, unit = array(self.origin), array(self.unit)
+        self.output = weight * unit, bias * unit + origin
+        self.std = array(self.actor_logstd.exp()) * unit
         self.shift = array(self.obs_moments.mean.float())
         self.scale = array((self.obs_moments.var + 1e-8).rsqrt().float())
 
@@ -614,14 +622,13 @@ class Agent(nn.Module):
     def act(self, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
         """Actions [N, A] at raw observations [N, D]: samples given noise [N, A], else the means.
         In numpy, several times faster than torch for the few observations of a step."""
-        x = np.minimum(np.maximum((obs - self.shift) * self.scale, -10.0), 10.0)
-        *hidden, (weight, bias) = self.actor
-        for w, b in hidden:
-            x = np.tanh(x @ w + b)
-        action = x @ weight + bias  # the mean
-        if noise is not None:
-            action = action + self.std * noise
-        return self.center + self.half * action
+        x = (obs - self.shift) * self.scale
+        x = np.minimum(np.maximum(x, -OBS_LIMIT), OBS_LIMIT)
+        for weight, bias in self.hidden:
+            x = np.tanh(x @ weight + bias)
+        weight, bias = self.output
+        mean = x @ weight + bias
+        return mean if noise is None else mean + self.std * noise
 
 
 # --- algorithm ------------------------------------------------------------------------------------
@@ -810,10 +817,10 @@ def log_episodes(data: Rollout, envs: Envs, run: "Run"):
 def scale_rewards(agent: Agent, envs: Envs, data: Rollout, gamma: float) -> np.ndarray:
     """Rewards [T, N] over the deviation of the discounted returns so far, clipped to +-10
     (continuous details 8, 9)."""
-    discounted, ended = np.zeros_like(data.rewards), data.terminated | data.truncated
+    discounted, going = np.zeros_like(data.rewards), 1.0 - (data.terminated | data.truncated)
     for t, reward in enumerate(data.rewards):
         discounted[t] = gamma * envs.discounted + reward
-        envs.discounted = np.where(ended[t], 0.0, discounted[t])
+        envs.discounted = discounted[t] * going[t]
     agent.return_moments.update(discounted[data.valid])
     return np.clip(data.rewards / math.sqrt(agent.return_moments.var + 1e-8), -10.0, 10.0)
 
@@ -1040,15 +1047,22 @@ def upload(run: Run):
 # --- training -------------------------------------------------------------------------------------
 
 
-def compile_update(agent: Agent):
+def compile_update(agent: Agent, device: torch.device):
     """torch.compile a minibatch's step; go on without where no compiler works."""
+
+    def changeable(guards):  # from one call to the next; the rest need not be checked each time
+        return [guard.guard_type in ("TENSOR_MATCH", "SHAPE_ENV") for guard in guards]
+
+    options = {"guard_filter_fn": changeable, "cpp_wrapper": device.type == "cpu"}
     try:
         torch._dynamo.config.trace_autograd_ops = True
-        torch.compile(lambda x: x.sin() + x.cos())(torch.zeros(8))
-    except Exception as error:  # whatever a missing or broken compiler raises
+        torch.compile(lambda x: x.sin() + x.cos(), options=options)(torch.zeros(8))
+    except Exception as error:  # whatever a missing, broken or older compiler raises
         print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
         return
-    agent.minibatch_step = torch.compile(minibatch_step, dynamic=True, fullgraph=True)
+    agent.minibatch_step = torch.compile(
+        minibatch_step, dynamic=True, fullgraph=True, options=options
+    )
 
 
 @contextlib.contextmanager
@@ -1084,7 +1098,7 @@ def set_up(args: Args):
         load_agent(agent, checkpoint)
         load_training_state(agent, envs, checkpoint["training"])
     if args.compile:
-        compile_update(agent)
+        compile_update(agent, device)
     agent.refresh_actor()
     run = Run(args, f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}", checkpoint)
     if not checkpoint:

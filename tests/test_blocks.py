@@ -41,7 +41,7 @@ def blocks(script: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("pair", itertools.combinations(SCRIPTS, 2), ids="-".join)
+@pytest.mark.parametrize("pair", list(itertools.combinations(SCRIPTS, 2)), ids="-".join)
 def test_blocks_of_one_name_are_one_text(pair):
     first, second = (blocks(script) for script in pair)
     shared = first.keys() & second.keys()
