@@ -709,8 +709,9 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args) -> dic
             if kl > args.target_kl:
                 break
     means = torch.stack(metrics).mean(dim=0).cpu()
-    if not (means.isfinite().all() and agent.optimizer.parameters.isfinite().all()):
-        raise FloatingPointError(dict(zip(METRICS, means.tolist(), strict=True)))
+    bad = [name for name, mean in zip(METRICS, means, strict=True) if not mean.isfinite()]
+    if bad or not agent.optimizer.parameters.isfinite().all():
+        raise FloatingPointError(f"{', '.join(bad) or 'a parameter'} is not finite")
     agent.refresh_actor()
     residual, targets = (batch.returns - batch.values)[rows], batch.returns[rows]
     variance = targets.var(correction=0).item()

@@ -761,8 +761,9 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args) -> dic
             if kl > args.target_kl:
                 break
     means = torch.stack(metrics).mean(dim=0).cpu()
-    if not (means.isfinite().all() and agent.optimizer.parameters.isfinite().all()):
-        raise FloatingPointError(dict(zip(METRICS, means.tolist(), strict=True)))
+    bad = [name for name, mean in zip(METRICS, means, strict=True) if not mean.isfinite()]
+    if bad or not agent.optimizer.parameters.isfinite().all():
+        raise FloatingPointError(f"{', '.join(bad) or 'a parameter'} is not finite")
     if not first:
         agent.obs_moments.update(data.obs[:-1][data.valid])
     agent.refresh_actor()

@@ -888,3 +888,46 @@ def test_one_update_is_stable_baselines3s(script, ent_coef, monkeypatch):
         torch.testing.assert_close(mine.bias, sb3.bias, atol=1e-5, rtol=0)
     if script is ppo_continuous_action:
         torch.testing.assert_close(agent.actor_logstd, model.policy.log_std, atol=1e-5, rtol=0)
+
+
+# --- learning -------------------------------------------------------------------------------------
+
+
+def learn(script, tmp_path, *argv) -> tuple[list[float], list[float]]:
+    """Returns of the training episodes and of ten with the final policy."""
+    folder = tmp_path / "run"
+    script.train(script.parse_args(["--run-dir", str(folder), *argv]))
+    rows = (folder / "episodes.csv").read_text().splitlines()[1:]
+    evaluated = script.evaluate(script.parse_args(["--evaluate", str(folder)]))
+    return [float(row.split(",")[2]) for row in rows], evaluated
+
+
+def test_cartpole_is_learned_in_seconds(tmp_path):
+    returns, evaluated = learn(ppo, tmp_path, "--total-timesteps", "20000")
+    assert np.mean(returns[:20]) < 60
+    assert np.mean(evaluated) > 150
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", ["1", "2", "3"])
+def test_pendulum(seed, tmp_path):
+    """What bootstrapping at time limits is worth: without it, about -1,100."""
+    flags = ("--env-id", "Pendulum-v1", "--total-timesteps", "200000", "--seed", seed)
+    returns, evaluated = learn(ppo_continuous_action, tmp_path, *flags)
+    assert np.mean(returns[-100:]) > -200
+    assert np.mean(evaluated) > -250  # ten episodes spread widely
+
+
+@pytest.mark.slow
+def test_cartpole(tmp_path):
+    _, evaluated = learn(ppo, tmp_path, "--total-timesteps", "100000")
+    assert evaluated == [500.0] * 10
+
+
+@pytest.mark.slow
+def test_hopper_evaluates_as_it_trained(tmp_path):
+    """A policy saved without its normaliser scores near 0 here."""
+    flags = ("--env-id", "Hopper-v4", "--total-timesteps", "200000")
+    returns, evaluated = learn(ppo_continuous_action, tmp_path, *flags)
+    assert np.mean(returns[-50:]) > 500
+    assert np.mean(evaluated) > np.mean(returns[-50:]) - np.std(returns[-50:])
