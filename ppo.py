@@ -674,8 +674,8 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args) -> dic
 
     Raises FloatingPointError if the data, a metric or a parameter is not finite.
     """
-    for name, array in (("an observation", data.obs[:-1]), ("a reward", data.rewards)):
-        if not np.isfinite(array[data.valid]).all():
+    for name, array in (("an observation", data.obs), ("a reward", data.rewards[data.valid])):
+        if not np.isfinite(array).all():
             raise FloatingPointError(f"{name} is not finite")
 
     device = agent.optimizer.parameters.device

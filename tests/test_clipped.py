@@ -795,9 +795,11 @@ def test_not_finite_is_named(script):
     args, envs, agent = set_up(script)
     data = random_rollout(script, 8, 1)
     before = agent.optimizer.parameters.clone()
-    for field, says in (("obs", "an observation"), ("rewards", "a reward")):
+    for field, row, says in (
+        ("obs", 3, "an observation"), ("obs", -1, "an observation"), ("rewards", 3, "a reward")
+    ):  # fmt: skip
         array = getattr(data, field).copy()
-        array[3, 0] = np.nan
+        array[row, 0] = np.nan
         with pytest.raises(FloatingPointError, match=says):
             script.update(agent, data._replace(**{field: array}), 1e-3, args)
     assert torch.equal(agent.optimizer.parameters, before)
