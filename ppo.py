@@ -198,6 +198,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args = parse(Args())
     if args.resume and args.evaluate:
         fail("--resume continues training and --evaluate plays: give one of them")
+    if args.resume and args.run_dir:
+        fail("--resume goes on in its own folder; --run-dir is for a new run")
     if args.resume or args.evaluate:
         saved = load_checkpoint(args.resume or args.evaluate)["args"]
         args = parse(Args(**saved))
@@ -239,7 +241,7 @@ def build_env(env_id: str, video_folder: Path | None = None, render: bool = Fals
         more = {"render_mode": mode} if mode else {}  # not every environment takes the argument
         env = gym.make(env_id, disable_env_checker=True, **more)
     except (gym.error.Error, ImportError) as error:
-        near = difflib.get_close_matches(env_id, gym.registry, n=3)
+        near = difflib.get_close_matches(env_id, gym.registry.keys() - {env_id}, n=3)
         fail(f"--env-id {env_id}: {error} (near: {', '.join(near) or 'nothing'})")
     if video_folder:
         if hasattr(env.unwrapped, "mujoco_renderer"):  # gymnasium's own camera stays behind
@@ -253,7 +255,8 @@ def build_env(env_id: str, video_folder: Path | None = None, render: bool = Fals
         )
     space = env.observation_space
     flat = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
-    return env if flat else gym.wrappers.FlattenObservation(env)
+    pixels = isinstance(space, gym.spaces.Box) and not flat and space.dtype == np.uint8
+    return env if flat or pixels else gym.wrappers.FlattenObservation(env)
 
 
 def episode_seed(*key: int) -> int:
@@ -414,6 +417,7 @@ def in_worker(thunk):
 
 
 def make_envpool(args: Args, start: int):
+    gym.logger.min_level = gym.logger.ERROR
     try:
         import envpool
     except ImportError:

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import tomllib
 from dataclasses import asdict
 from pathlib import Path
@@ -246,6 +247,7 @@ WRONG = [
     ("--resume nowhere", "nowhere: no checkpoint.pt there"),
     ("--evaluate nowhere", "nowhere: no checkpoint.pt there"),
     ("--resume a --evaluate b", "give one of them"),
+    ("--resume a --run-dir b", "--run-dir is for a new run"),
     ("--resume damaged", "damaged, or not a checkpoint"),
     ("--resume weights", "damaged, or not a checkpoint"),
     ("--evaluate foreign", "written by ppo_cma.py; use that script"),
@@ -483,9 +485,11 @@ def test_driving_as_cleanrls_tuner(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = f"{SMALL[script]} --total-timesteps 256 --capture-video --eval-episodes 1"
     monkeypatch.setattr(sys, "argv", [script.__file__, *flags.split()])
+    threads = threading.active_count()
     name = runpy.run_path(script.__file__, run_name="__main__")["run_name"]
     assert re.fullmatch(rf"{ENV_ID[script]}__{script.__name__}__1__\d+", name)
     assert len(scalars(tmp_path / "runs" / name)["charts/episodic_return"]) > 3
+    assert threading.active_count() == threads  # the event file is closed, its writer has ended
     (video,) = Path("videos", name).glob("*.mp4")
     assert video.stat().st_size > 1000
     plain = train(script, tmp_path / "plain", "--total-timesteps 256 --eval-episodes 1")
@@ -655,6 +659,18 @@ def test_resume_extends_but_does_not_change_a_run(script, tmp_path, capsys):
     assert scalars(folder) == scalars(whole)
 
 
+@pytest.mark.parametrize("backend", ["gymnasium", "async"])
+def test_resumed_where_an_episode_had_just_ended(script, backend, tmp_path):
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    env_id = f"Clockwork_{script.__name__}-v0"
+    flags = f"--env-id {env_id} --num-steps 10 --no-anneal-lr --env-backend {backend}"
+    first = train(script, folder, f"{flags} --total-timesteps 20")
+    assert first["training"]["envs"]["over"].all()
+    resumed = resume(script, folder, "--total-timesteps 80")
+    assert_same(resumed, train(script, whole, f"{flags} --total-timesteps 80"))
+    assert rows(folder) == rows(whole)
+
+
 @pytest.mark.parametrize(
     ("what", "episode", "step"),
     [
@@ -687,8 +703,9 @@ def content(folder: Path) -> dict:
     return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.rglob("*") if p.is_file()}
 
 
-def test_evaluate_is_deterministic_and_writes_nothing(script, undisturbed, capsys):
+def test_evaluate_is_deterministic_and_writes_nothing(script, undisturbed, monkeypatch, capsys):
     folder, _ = undisturbed
+    monkeypatch.setattr(script.Agent, "noise", None)  # not needed
     before = content(folder)
     argv = ["--evaluate", str(folder), "--eval-episodes", "4"]
     returns, again = (script.evaluate(script.parse_args(argv)) for _ in range(2))

@@ -158,6 +158,7 @@ def test_run_time_field_of_cleanrl_is_accepted_with_one_line(capsys):
         ("--resume nowhere", "nowhere: no checkpoint.pt there"),
         ("--evaluate nowhere", "nowhere: no checkpoint.pt there"),
         ("--resume a --evaluate b", "give one of them"),
+        ("--resume a --run-dir b", "--run-dir is for a new run"),
         ("--resume damaged", "damaged, or not a checkpoint"),
         ("--resume foreign", "written by ppo.py"),
         ("--run-dir full", "full: not empty; --resume"),
@@ -282,7 +283,8 @@ def test_run_folder(undisturbed, root):
 def test_stdout_can_be_read_as_cleanrls(tmp_path, capsys):
     train(tmp_path / "run", "--total-timesteps", "400")
     out = capsys.readouterr().out
-    assert len(re.findall(r"global_step=\d+, episodic_return=[\d.]+.*SPS: \d+", out)) == 2
+    assert len(re.findall(r"^global_step=\d+, episodic_return=[\d.]+, policy_std", out, re.M)) == 2
+    assert len(re.findall(r"^SPS: \d+$", out, re.M)) == 2
     assert f"--evaluate {tmp_path / 'run'}" in out
     assert f"--resume {tmp_path / 'run'}" in out
 
