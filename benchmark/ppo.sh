@@ -23,8 +23,8 @@ commands() { # variant, script, then its arguments, the environment first and th
     echo "cleanrl ppo.py --env-id CartPole-v1 --total-timesteps 100000 $cleanrl_discrete --seed $seed"
     echo "cleanrl ppo.py --env-id Acrobot-v1 $cleanrl_discrete --seed $seed"
   done
-  for seed in 1 2 3; do
-    for env in HalfCheetah Walker2d Hopper InvertedPendulum Humanoid; do
+  for env in HalfCheetah Walker2d Hopper InvertedPendulum Humanoid; do
+    for seed in 1 2 3; do
       echo "cleanrl ppo_continuous_action.py --env-id $env-v4 --compile $cleanrl_continuous --seed $seed"
     done
   done
@@ -34,7 +34,9 @@ one() {
   read -r variant script rest <<<"$1"
   read -ra flags <<<"$rest"
   folder="$RUNS/$variant/${flags[1]}-s${flags[-1]}"
-  if [ -f "$folder/checkpoint.pt" ]; then
+  if grep -qs '"status": "finished"' "$folder/run.json"; then
+    return
+  elif [ -f "$folder/checkpoint.pt" ]; then
     python "$script" --resume "$folder" >>"$folder.log" 2>&1
   else
     rm -rf "$folder"

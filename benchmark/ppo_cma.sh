@@ -23,7 +23,9 @@ one() {
   read -r variant rest <<<"$1"
   read -ra flags <<<"$rest"
   folder="$RUNS/$variant/${flags[1]}-s${flags[-1]}"
-  if [ -f "$folder/checkpoint.pt" ]; then
+  if grep -qs '"status": "finished"' "$folder/run.json"; then
+    return
+  elif [ -f "$folder/checkpoint.pt" ]; then
     python ppo_cma.py --resume "$folder"
   else
     rm -rf "$folder"

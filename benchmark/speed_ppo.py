@@ -38,7 +38,7 @@ COLUMNS += ("steps_per_cpu_second", "steps_per_wall_second", "cold_start_seconds
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
 PACKAGES = ("torch", "gymnasium", "mujoco", "numpy", "stable_baselines3")
 CONTINUOUS = "--log-std-init 0 --no-scale-actions --clip-vloss"
-DISCRETE = "--learning-rate 2.5e-4 --update-epochs 4"
+DISCRETE = "--learning-rate 2.5e-4 --update-epochs 4 --no-clip-vloss"
 TOTAL = 1_000_000  # of the whole training, which sets the learning rates; it is cut short
 
 

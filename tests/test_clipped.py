@@ -538,6 +538,17 @@ def test_initial_policy_and_networks():
     torch.testing.assert_close(entropy, torch.full((100,), math.log(4)), atol=1e-3, rtol=0)
 
 
+@both
+def test_pixels_are_refused(script, capsys):
+    pixels = spaces.Box(0, 255, (8, 8, 3), np.uint8)
+    kwargs = {"action_space": spaces.Discrete(5), "observation_space": pixels}
+    gym.register("SeePixels-v0", Guess, kwargs=kwargs)
+    with pytest.raises(SystemExit) as end:
+        script.make_envs(script.Args(env_id="SeePixels-v0"))
+    assert end.value.code == 2
+    assert "this script needs one flat Box" in capsys.readouterr().err
+
+
 # --- loss and update ------------------------------------------------------------------------------
 
 
