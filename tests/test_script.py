@@ -295,8 +295,8 @@ def test_same_seed_same_bits_other_seed_other_states(tmp_path, undisturbed):
     assert_same(again, checkpoint)
     assert rows(tmp_path / "again") == rows(folder)
     other = train(tmp_path / "other", "--total-timesteps", "400", "--seed", "2")
-    first = {tuple(x) for x in checkpoint["history"][0][0].tolist()}
-    assert not first & {tuple(x) for x in other["history"][0][0].tolist()}
+    first = {tuple(x) for x in checkpoint["training"]["history"][0][0].tolist()}
+    assert not first & {tuple(x) for x in other["training"]["history"][0][0].tolist()}
 
 
 def test_no_two_episodes_share_a_reset_seed():
