@@ -389,10 +389,9 @@ def make_envs(args: Args, start: int = 0, video_folder: Path | None = None) -> E
     if args.env_backend == "envpool" and not video_folder:
         vector = make_envpool(args, start)
     else:
-        video, seed = {"video_folder": video_folder}, args.seed
+        more = {"seed": args.seed, "video_folder": video_folder}
         thunks = [
-            make_env(args.env_id, i, bool(video_folder), "", seed=seed, **video)
-            for i in range(args.num_envs)
+            make_env(args.env_id, i, bool(video_folder), "", **more) for i in range(args.num_envs)
         ]
         if args.env_backend == "async":
             vector = gym.vector.AsyncVectorEnv([in_worker(thunk) for thunk in thunks])
