@@ -20,7 +20,8 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
     python ppo.py --resume runs/RUN                        # go on where it stopped
     python ppo.py --evaluate runs/RUN --capture-video      # play with the greedy action
 
-@SCORES@
+Expect CartPole-v1 solved (500) after 100,000 steps, in some 15 seconds on one CPU core, and about
+-80 on Acrobot-v1 after 500,000; seeds and tables in README.md.
 
 Flags, TensorBoard tags and output are CleanRL's. Two defaults are not: a learning rate of 1e-3 and
 10 epochs. CleanRL's own: `--learning-rate 2.5e-4 --update-epochs 4`.
