@@ -816,6 +816,23 @@ def test_not_finite_is_named(script):
     assert torch.equal(agent.optimizer.parameters, before)
 
 
+@both
+def test_types_of_what_is_stored_and_learned_from(script):
+    """Trap 34."""
+    args, envs, agent = set_up(script, num_envs=2, num_steps=8, num_minibatches=2)
+    data = script.rollout(agent, envs, Log(), args)
+    actions = np.int64 if script is ppo else np.float32
+    assert (data.obs.dtype, data.actions.dtype, data.rewards.dtype) == (np.float32, actions, float)
+    seen = []
+    plain = agent.minibatch_step
+    agent.minibatch_step = lambda *inputs: seen.append(inputs[1]) or plain(*inputs)
+    script.update(agent, data, 1e-3, args)
+    batch = seen[0]._asdict()
+    assert batch.pop("actions").dtype == (torch.int64 if script is ppo else torch.float32)
+    assert {x.dtype for x in batch.values()} == {torch.float32}
+    assert {p.dtype for p in agent.parameters()} == {torch.float32}
+
+
 # --- a whole update beside Stable-Baselines3's ----------------------------------------------------
 
 
