@@ -75,7 +75,7 @@ def make_agent(script, envs, args):
     return agent
 
 
-def set_up(script, env_id="Clock-v0", unscaled=True, **kwargs):
+def set_up(script, env_id="Clock-v0", **kwargs):
     """Args, environments and an agent; Clock-v0 stands for the Clock of the script's actions."""
     if script is ppo and "Clock" in env_id:
         env_id = f"Discrete{env_id}"

@@ -1,7 +1,6 @@
 """ppo.py and ppo_continuous_action.py as programs: command line, run folder, resume, kills,
 evaluation, backends."""
 
-import csv
 import hashlib
 import importlib.util
 import json
@@ -11,7 +10,6 @@ import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import tomllib
@@ -23,6 +21,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from program import assert_same, rows, run, train_until_killed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo
@@ -39,12 +38,6 @@ LONG = {
 BOTH = pytest.mark.parametrize("script", SMALL, ids=lambda module: module.__name__)
 
 
-def run(script, *argv, cwd=None, **kwargs):
-    return subprocess.run(
-        [sys.executable, str(script), *argv], cwd=cwd, capture_output=True, text=True, **kwargs
-    )
-
-
 def train(script, folder: Path, flags: str) -> dict:
     """Train in this process; the final checkpoint."""
     script.train(script.parse_args(f"{SMALL[script]} --run-dir {folder} {flags}".split()))
@@ -56,12 +49,6 @@ def resume(script, folder: Path, flags: str = "") -> dict:
     return script.load_checkpoint(folder)
 
 
-def rows(folder: Path) -> list[list[str]]:
-    """episodes.csv without its seconds."""
-    with open(folder / "episodes.csv") as file:
-        return [[step, ret, length] for step, _, ret, length in csv.reader(file)]
-
-
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard has of each tag; not the speed."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
@@ -71,23 +58,6 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def status(folder: Path) -> str:
     return json.loads((folder / "run.json").read_text())["status"]
-
-
-def assert_same(a, b):
-    assert type(a) is type(b)
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            if key not in ("seconds", "logs"):
-                assert_same(a[key], b[key])
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_same(x, y)
-    else:
-        assert a == b
 
 
 def assert_same_but(checkpoint: dict, other: dict, **changed):
@@ -560,51 +530,15 @@ def test_tracking_and_upload_with_stand_ins(script, tmp_path, monkeypatch, capsy
 
 # --- resume, kills, faults ------------------------------------------------------------------------
 
-KILLER = """
-import importlib, os, signal, sys
-import torch
-sys.path.insert(0, sys.argv[1])
-script = importlib.import_module(sys.argv[2])
-where, argv = sys.argv[3], sys.argv[4:]
-
-def die_in(owner, name, call, before=lambda *a: None):
-    plain, calls = getattr(owner, name), [0]
-    def spy(*args, **kwargs):
-        calls[0] += 1
-        if calls[0] == call:
-            before(*args)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return plain(*args, **kwargs)
-    setattr(owner, name, spy)
-
-def half(content, file):  # half a checkpoint reaches the disk
-    import io
-    whole = io.BytesIO()
-    save(content, whole)
-    file.write(whole.getvalue()[: whole.tell() // 2])
-    file.flush()
-
-save = torch.save
-if where == "collection":
-    die_in(script.GymnasiumEnvs, "step", 5 * 16 + 8)
-elif where == "update":
-    die_in(script, "ppo_loss", 5 * 4 + 2)
-elif where == "checkpoint":
-    die_in(torch, "save", 3, half)
-script.train(script.parse_args(argv))
-"""
-
 
 @pytest.mark.parametrize(
-    ("where", "iteration"), [("collection", 4), ("update", 4), ("checkpoint", 2)]
+    ("target", "call", "iteration"),
+    [("GymnasiumEnvs.step", 5 * 16 + 8, 4), ("ppo_loss", 5 * 4 + 2, 4), ("torch.save", 3, 2)],
 )
-def test_killed_and_resumed_is_undisturbed(script, where, iteration, root, tmp_path, long):
+def test_killed_and_resumed_is_undisturbed(script, target, call, iteration, tmp_path, long):
     folder = tmp_path / "run"
     argv = f"{SMALL[script]} {LONG[script]} --run-dir {folder}".split()
-    killer = subprocess.run(
-        [sys.executable, "-c", KILLER, str(root), script.__name__, where, *argv]
-    )
-    assert killer.returncode == -signal.SIGKILL
+    assert train_until_killed(script.__name__, target, call, argv) == -signal.SIGKILL
     interrupted = script.load_checkpoint(folder)  # readable
     assert interrupted["iteration"] == iteration
     assert any(len(actions) for _, actions in interrupted["training"]["envs"]["progress"])

@@ -1,6 +1,5 @@
 """ppo_cma.py as a program: command line, run folder, resume, kills, evaluation, backends."""
 
-import csv
 import hashlib
 import importlib.util
 import json
@@ -17,6 +16,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from program import assert_same, rows, run, train_until_killed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo_cma
@@ -28,40 +28,11 @@ SMALL = [
 ]  # fmt: skip
 
 
-def run(script, *argv, cwd=None, **kwargs):
-    return subprocess.run(
-        [sys.executable, str(script), *argv], cwd=cwd, capture_output=True, text=True, **kwargs
-    )
-
-
 def train(folder: Path, *argv) -> dict:
     """Train in this process; the final checkpoint."""
     args = ppo_cma.parse_args([*SMALL, "--run-dir", str(folder), *argv])
     ppo_cma.train(args)
     return ppo_cma.load_checkpoint(folder)
-
-
-def rows(folder: Path) -> list[list[str]]:
-    """episodes.csv without its seconds."""
-    with open(folder / "episodes.csv") as file:
-        return [[step, ret, length] for step, _, ret, length in csv.reader(file)]
-
-
-def assert_same(a, b):
-    assert type(a) is type(b)
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            if key not in ("seconds", "logs"):
-                assert_same(a[key], b[key])
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_same(x, y)
-    else:
-        assert a == b
 
 
 @pytest.fixture(scope="module")
@@ -348,47 +319,14 @@ def test_importing_does_nothing_and_driving_as_cleanrl(root, tmp_path):
 
 # --- resume, kills, faults ------------------------------------------------------------------------
 
-KILLER = """
-import os, signal, sys
-import torch
-sys.path.insert(0, sys.argv[1])
-import ppo_cma
-where, argv = sys.argv[2], sys.argv[3:]
 
-def die_in(owner, name, call, before=lambda *a: None):
-    plain, calls = getattr(owner, name), [0]
-    def spy(*args, **kwargs):
-        calls[0] += 1
-        if calls[0] == call:
-            before(*args)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return plain(*args, **kwargs)
-    setattr(owner, name, spy)
-
-def half(content, file):  # half a checkpoint reaches the disk
-    import io
-    whole = io.BytesIO()
-    save(content, whole)
-    file.write(whole.getvalue()[: whole.tell() // 2])
-    file.flush()
-
-save = torch.save
-if where == "collection":
-    die_in(ppo_cma.GymnasiumEnvs, "step", 700)
-elif where == "update":
-    die_in(ppo_cma, "mean_loss", 22)
-elif where == "checkpoint":
-    die_in(torch, "save", 3, half)
-ppo_cma.train(ppo_cma.parse_args(argv))
-"""
-
-
-@pytest.mark.parametrize("where", ["collection", "update", "checkpoint"])
-def test_killed_and_resumed_is_undisturbed(where, root, tmp_path, undisturbed):
+@pytest.mark.parametrize(
+    ("target", "call"), [("GymnasiumEnvs.step", 700), ("mean_loss", 22), ("torch.save", 3)]
+)
+def test_killed_and_resumed_is_undisturbed(target, call, tmp_path, undisturbed):
     folder = tmp_path / "run"
     argv = [*SMALL, "--run-dir", str(folder), "--total-timesteps", "1500"]
-    killer = subprocess.run([sys.executable, "-c", KILLER, str(root), where, *argv])
-    assert killer.returncode == -signal.SIGKILL
+    assert train_until_killed("ppo_cma", target, call, argv) == -signal.SIGKILL
     interrupted = ppo_cma.load_checkpoint(folder)  # readable
     assert 0 < interrupted["iteration"] < undisturbed[1]["iteration"]
     ppo_cma.train(ppo_cma.parse_args(["--resume", str(folder)]))
