@@ -664,7 +664,7 @@ class Agent(nn.Module):
             "value": torch.optim.Adam(self.critic.parameters(), value_rate, eps=1e-8, fused=True),
         }
         self.servo = Servo(**servo_numbers(args))
-        self.replay: list[torch.Tensor] = []  # features, returns of the batch before
+        self.replay: tuple = ()  # features [B, D + 1] and returns [B] of the batch before
         self.obs_moments = RunningMoments((dim,))
         self.obs_moments.var.zero_()  # nothing seen, no spread: warm-up sees observations / 0.3
         self.rng = np.random.default_rng(args.seed)  # of actions and minibatches
@@ -827,7 +827,7 @@ def advantages_and_returns(data: Rollout, values: np.ndarray, args: Args):
 
 
 def policy_loss(policy, old, old_logprobs, actions, advantages, servo: Servo, ent_coef: float):
-    """The penalised objective, -E[r A] alone, and the mean KL(old || new)."""
+    """The penalised objective, -E[r A] alone, the mean KL(old || new) and the mean entropy."""
     ratio = (policy.log_prob(actions) - old_logprobs).exp()
     surrogate = ratio * advantages
     if servo.clip_coef:
@@ -835,10 +835,9 @@ def policy_loss(policy, old, old_logprobs, actions, advantages, servo: Servo, en
         surrogate = torch.min(surrogate, clipped * advantages)
     kl = old.kl(policy).mean()
     hinge = (kl - 2.0 * servo.kl_targ).clamp(min=0.0).square()
-    loss = -surrogate.mean() + servo.beta * kl + servo.hinge_coef * hinge
-    if ent_coef:
-        loss = loss - ent_coef * policy.entropy().mean()
-    return loss, -(ratio * advantages).mean(), kl
+    entropy = policy.entropy().mean()
+    loss = -surrogate.mean() + servo.beta * kl + servo.hinge_coef * hinge - ent_coef * entropy
+    return loss, -(ratio * advantages).mean(), kl, entropy
 
 
 def fit_policy(agent: Agent, features, actions, advantages, args: Args) -> dict[str, float]:
@@ -864,31 +863,29 @@ def fit_policy(agent: Agent, features, actions, advantages, args: Args) -> dict[
     limit = servo.early_stop * servo.kl_targ if servo.early_stop else math.inf
     for epoch in range(args.update_epochs + 1):
         # the loss that the next step descends also measures what the last one did
-        whole, surrogate, kl = losses(slice(None))
-        numbers = torch.stack([whole.detach(), surrogate.detach(), kl.detach()]).tolist()
-        if not all(map(math.isfinite, numbers)):
-            raise FloatingPointError(f"the policy loss is {numbers[0]} after pass {epoch}")
-        if epoch == args.update_epochs or numbers[2] > limit:
+        whole = losses(slice(None))
+        loss, surrogate, kl, entropy = torch.stack(whole).tolist()
+        if not (math.isfinite(loss) and math.isfinite(kl)):
+            raise FloatingPointError(f"the policy loss is {loss}, the KL {kl}, after pass {epoch}")
+        if epoch == args.update_epochs or kl > limit:
             break
-        servo.adapt_rate(numbers[2], agent.learning_rate)
+        servo.adapt_rate(kl, agent.learning_rate)
         if args.roll_back:
             last_good = [parameter.detach().clone() for parameter in parameters]
         if args.num_minibatches == 1:
-            step(whole)
+            step(whole[0])
             continue
         order = torch.as_tensor(agent.rng.permutation(len(actions)), device=actions.device)
         for rows in order.tensor_split(min(args.num_minibatches, len(actions))):
             step(losses(rows)[0])
-    if args.roll_back and numbers[2] > limit:
+    if args.roll_back and kl > limit:
         with torch.no_grad():
             for parameter, value in zip(parameters, last_good, strict=True):
                 parameter.copy_(value)
-    servo.adapt(numbers[2])
-    with torch.no_grad():
-        entropy = agent.policy(features).entropy().mean().item()
+    servo.adapt(kl)
     return {
-        "losses/policy_loss": numbers[1],
-        "losses/kl": numbers[2],
+        "losses/policy_loss": surrogate,
+        "losses/kl": kl,
         "losses/entropy": entropy,
         "charts/policy_passes": epoch,
         "charts/beta": servo.beta,
@@ -923,8 +920,8 @@ def fit(name: str, optimizer: torch.optim.Optimizer, minibatches, loss_fn) -> fl
 
 
 def value_minibatches(size: int, before: int, args: Args, rng: np.random.Generator):
-    """Rows of a batch of `size` and of the `before` ones of the batch before it, which follow. Each
-    pass shuffles them all, but stops after as many as the batch has."""
+    """Rows [256 to 511], a step each, of a batch of `size` samples and of the `before` samples of
+    the one before, which follow. A pass shuffles all, but stops after as many as the batch has."""
     batches = max(size // 256, 1)
     width = size // batches
     for _ in range(args.value_epochs):
@@ -943,9 +940,9 @@ def fit_value(agent: Agent, features, returns, args: Args) -> dict[str, float]:
     before = explained_variance(returns, values())
     replay = agent.replay or (features[:0], returns[:0])
     inputs, targets = torch.cat([features, replay[0]]), torch.cat([returns, replay[1]])
+    minibatches = value_minibatches(len(returns), len(replay[1]), args, agent.rng)
     fit(
-        "value", agent.optimizers["value"],
-        value_minibatches(len(returns), len(replay[1]), args, agent.rng),
+        "value", agent.optimizers["value"], (i.to(inputs.device) for i in minibatches),
         lambda i: (agent.critic(inputs[i]).squeeze(-1) - targets[i]).square().mean(),
     )  # fmt: skip
     agent.replay = (features, returns)
