@@ -219,21 +219,22 @@ BOUNDS = {
     "lower_factor": (1, math.inf),
 }  # fmt: skip
 # What --servo sets where the command line says nothing.
-PRESETS = {
-    "coady": {
-        "kl_targ": 0.003, "beta": 1.0, "raise_above": 2.0, "raise_factor": 1.5,
-        "lower_below": 0.5, "lower_factor": 1.5, "beta_min": 1 / 35, "beta_max": 35.0,
-        "hinge_coef": 50.0, "early_stop": 4.0, "clip_coef": 0.0, "lr_servo": "with-beta",
-    },
-    "schulman": {
-        "kl_targ": 0.01, "beta": 1.0, "raise_above": 1.5, "raise_factor": 2.0,
-        "lower_below": 1 / 1.5, "lower_factor": 2.0, "beta_min": 0.0, "beta_max": 1e9,
-        "hinge_coef": 0.0, "early_stop": 0.0, "clip_coef": 0.0, "lr_servo": "never",
-    },
+COADY = {
+    "kl_targ": 0.003, "beta": 1.0, "raise_above": 2.0, "raise_factor": 1.5, "lower_below": 0.5,
+    "lower_factor": 1.5, "beta_min": 1 / 35, "beta_max": 35.0, "hinge_coef": 50.0,
+    "early_stop": 4.0, "clip_coef": 0.0, "lr_servo": "with-beta",
 }  # fmt: skip
-PRESETS["fixed"] = PRESETS["schulman"] | {"raise_factor": 1.0, "lower_factor": 1.0}
-PRESETS["learning-rate"] = PRESETS["fixed"] | {
+SCHULMAN = {
+    "kl_targ": 0.01, "beta": 1.0, "raise_above": 1.5, "raise_factor": 2.0, "lower_below": 1 / 1.5,
+    "lower_factor": 2.0, "beta_min": 0.0, "beta_max": 1e9, "hinge_coef": 0.0, "early_stop": 0.0,
+    "clip_coef": 0.0, "lr_servo": "never",
+}  # fmt: skip
+FIXED = SCHULMAN | {"raise_factor": 1.0, "lower_factor": 1.0}
+LEARNING_RATE = FIXED | {
     "beta": 0.0, "clip_coef": 0.2, "raise_above": 2.0, "lower_below": 0.5, "lr_servo": "with-kl"
+}  # fmt: skip
+PRESETS = {
+    "coady": COADY, "schulman": SCHULMAN, "fixed": FIXED, "learning-rate": LEARNING_RATE
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ["ppo", "ppo_continuous_action", "ppo_cma"]
+SCRIPTS = ["ppo", "ppo_continuous_action", "ppo_cma", "ppo_kl_adaptive"]
 
 # Names that two scripts give to different things, on purpose. All else of one name is one text.
 DIFFERENT = {
@@ -26,6 +26,15 @@ DIFFERENT = {
     },
 }  # fmt: skip
 DIFFERENT["ppo_continuous_action", "ppo_cma"] = DIFFERENT["ppo", "ppo_cma"] | {"NEEDS"}
+KL_ADAPTIVE = {  # what of ppo_kl_adaptive differs from every other script's
+    "Args", "CHANGEABLE", "NO_EFFECT", "BOUNDS", "check",
+    "GymnasiumEnvs", "make_envs", "unsupported",  # episodes start when they are asked for
+    "Agent", "update", "rollout",
+    "training_state", "load_training_state", "evaluate", "set_up", "train",
+}  # fmt: skip
+DIFFERENT["ppo", "ppo_kl_adaptive"] = KL_ADAPTIVE | {"Envs", "Rollout"}
+DIFFERENT["ppo_continuous_action", "ppo_kl_adaptive"] = KL_ADAPTIVE | {"Envs", "Rollout", "NEEDS"}
+DIFFERENT["ppo_cma", "ppo_kl_adaptive"] = KL_ADAPTIVE | {"EnvPoolEnvs", "load_agent"}
 
 
 def blocks(script: str) -> dict[str, str]:
