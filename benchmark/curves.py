@@ -3,11 +3,13 @@
     python benchmark/curves.py collect runs/published/*       # episodes -> benchmark/results
     python benchmark/curves.py report                         # -> results/ppo_cma.md and .png
     python benchmark/curves.py table                          # -> results/ppo.md and .png
+    python benchmark/curves.py episodes                       # -> results/ppo_kl_adaptive.md, .png
 
 `collect` copies each run's episodes.csv, compressed, and its run.json to
 results/<env>/<script>/<variant>-s<seed>, and plays episodes with the mean action, whose returns
-join the latter; `report` reads only those and anchors.csv. A training return is the mean over the
-episodes that ended in one window of as many steps as an iteration has.
+join the latter; the others read only those and anchors.csv. A training return is the mean over the
+episodes that ended in one window of as many steps as an iteration has; in `episodes`, over those of
+five iterations.
 """
 
 import csv
@@ -17,6 +19,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,19 +66,24 @@ def collect(
         info["evaluation"] = [float(episodic_return) for episodic_return in returns]
         stem.with_suffix(".csv.gz").write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
         stem.with_suffix(".json").write_text(json.dumps(info, indent=2) + "\n")
-        print(f"{stem.relative_to(HERE)}: {step} steps, {info['status']}")
+        print(f"{stem.relative_to(RESULTS.parent)}: {step} steps, {info['status']}")
+
+
+def runs(env_id: str, script: str, variant: str = "default") -> Iterator[tuple]:
+    """Of an environment's runs, in any order: run.json, and of each episode, in order of their
+    ends, the step of that and the return."""
+    for path in (RESULTS / env_id / script).glob(f"{variant}-s*.json"):
+        with gzip.open(path.with_suffix(".csv.gz"), "rt") as file:
+            episodes = np.array(
+                [[row["global_step"], row["return"]] for row in csv.DictReader(file)]
+            )
+        yield json.loads(path.read_text()), *episodes.astype(float).T
 
 
 def load(env_id: str, script: str, variant: str = "default") -> list[Curve]:
     """The curves of an environment's runs, by seed."""
     curves = []
-    for path in (RESULTS / env_id / script).glob(f"{variant}-s*.json"):
-        info = json.loads(path.read_text())
-        with gzip.open(path.with_suffix(".csv.gz"), "rt") as file:
-            episodes = np.array(
-                [[row["global_step"], row["return"]] for row in csv.DictReader(file)]
-            )
-        steps, returns = episodes.astype(float).T
+    for info, steps, returns in runs(env_id, script, variant):
         width = info["args"].get("iter_steps") or info["args"]["total_timesteps"] // 50
         window = ((steps - 1) // width).astype(int)
         filled = np.unique(window)
@@ -84,14 +92,23 @@ def load(env_id: str, script: str, variant: str = "default") -> list[Curve]:
     return sorted(curves, key=lambda curve: curve.seed)
 
 
+def anchors() -> list[dict[str, str]]:
+    """Other projects' scores. `steps` is empty where only the number of episodes is known."""
+    with open(HERE / "anchors.csv") as file:
+        return list(csv.DictReader(file))
+
+
+def unversioned(env_id: str) -> str:
+    return re.sub(r"-v\d$", "", env_id)
+
+
 def original(env_id: str) -> np.ndarray:
     """(steps, score) [n, 2] of the original PPO-CMA's curve, in order of steps."""
-    with open(HERE / "anchors.csv") as file:
-        rows = [
-            (float(row["steps"]), float(row["score"]))
-            for row in csv.DictReader(file)
-            if row["algorithm"].startswith("ppo-cma-m") and row["env_id"] == env_id
-        ]
+    rows = [
+        (float(row["steps"]), float(row["score"]))
+        for row in anchors()
+        if row["algorithm"].startswith("ppo-cma-m") and row["env_id"] == env_id
+    ]
     return np.array(sorted(rows))
 
 
@@ -110,17 +127,14 @@ def published(env_id: str, metric: str) -> str:
     """The highest score of other PPO programs with several seeds, at the same steps and any version
     of the environment, as text."""
     best = None
-    name = re.sub(r"-v\d$", "", env_id)
+    name = unversioned(env_id)
     steps = load(env_id, script_of(env_id))[0].info["args"]["total_timesteps"]
-    with open(HERE / "anchors.csv") as file:
-        for row in csv.DictReader(file):
-            fits = re.sub(r"-v\d$", "", row["env_id"]) == name and row["algorithm"].startswith(
-                "ppo"
-            )
-            fits = fits and int(row["steps"]) == steps and int(row["seeds"] or 1) > 1
-            fits = fits and row["metric"] == metric
-            if fits and (best is None or float(row["score"]) > float(best["score"])):
-                best = row
+    for row in anchors():
+        fits = unversioned(row["env_id"]) == name and row["algorithm"].startswith("ppo")
+        fits = fits and row["steps"] == str(steps) and int(row["seeds"] or 1) > 1
+        fits = fits and row["metric"] == metric
+        if fits and (best is None or float(row["score"]) > float(best["score"])):
+            best = row
     if best is None:
         return ""
     return (
@@ -241,7 +255,7 @@ def draw(env_ids: list[str], script: str, path: Path):
         repeat = curves[0].info["args"]["action_repeat"]
         label = f"{script}.py, {len(curves)} seeds, action repeat {repeat}"
         axis.plot([], [], color=BLUE, label=label)
-        for name in (env_id, re.sub(r"-v\d$", "-v2", env_id)):
+        for name in (env_id, unversioned(env_id) + "-v2"):
             points = original(name)
             if len(points):
                 points = points[points[:, 0] <= 1.05 * max(c.steps[-1] for c in curves)]
@@ -301,7 +315,126 @@ def report(script: str = "ppo_cma"):
     print("\n".join(lines))
 
 
+MARKS = {  # episodes
+    "HalfCheetah-v4": (300, 600, 900, 1000, 1500, 2000, 3000),
+    "Swimmer-v4": (100, 250, 500, 750, 1000),
+    "Hopper-v4": (1000, 2000, 3000, 5000),
+    "InvertedPendulum-v4": (400, 560, 600, 640, 680, 760, 1000),
+}
+
+
+@dataclass
+class Batches:
+    """A run of ppo_kl_adaptive.py by its iterations of whole episodes."""
+
+    seed: int
+    steps: int
+    returns: np.ndarray  # [episodes]
+    means: np.ndarray  # [iterations]
+    ends: np.ndarray  # [iterations], episodes so far
+    info: dict
+
+    def at(self, mark: int) -> float | None:
+        """Mean return of the five iterations that end with episode `mark`; None before it."""
+        k = int(np.searchsorted(self.ends, mark))
+        return smooth(self.means, 5)[k] if k < len(self.ends) else None
+
+
+def by_batch(env_id: str) -> list[Batches]:
+    """The runs of an environment, by seed; an iteration that isn't whole is left out."""
+    curves = []
+    for info, steps, returns in runs(env_id, "ppo_kl_adaptive"):
+        size = info["args"]["episodes_per_batch"]
+        whole = len(returns) // size
+        means = returns[: whole * size].reshape(whole, size).mean(axis=1)
+        ends = size * np.arange(1, whole + 1)
+        curves.append(Batches(info["seed"], int(steps[-1]), returns, means, ends, info))
+    return sorted(curves, key=lambda curve: curve.seed)
+
+
+def coady(env_id: str) -> dict[int, float]:
+    """Coady's published curve, score by episode."""
+    return {
+        int(row["episodes"]): float(row["score"])
+        for row in anchors()
+        if row["project"] == "Coady"
+        and row["metric"].startswith("training")
+        and unversioned(row["env_id"]) == unversioned(env_id)
+    }
+
+
+def episodes():
+    """Write results/ppo_kl_adaptive.md and results/ppo_kl_adaptive.png."""
+    found = {path.parts[-3] for path in RESULTS.glob("*/ppo_kl_adaptive/default-s*.json")}
+    marked = [env_id for env_id in MARKS if env_id in found]
+    curves = {env_id: by_batch(env_id) for env_id in [*marked, *sorted(found - MARKS.keys())]}
+    lines = ["# ppo_kl_adaptive.py\n"]
+    lines.append(
+        "Training returns, with exploration noise, at the same number of episodes: mean over the "
+        "five iterations up to\nthat episode, so of 25 episodes for HalfCheetah and Swimmer (5 an "
+        "iteration) and of 100 for the others (20 an\niteration). Published: Coady, AI Gym "
+        "Workout, one unseeded run on Gym v1 environments and MuJoCo 1.31, read off its\nplots of "
+        "the mean return of single iterations; where returns rise fast, a mean of five lags behind "
+        "that.\nHardware, versions and arguments of each run: the .json beside its table.\n"
+    )
+    lines.append("| environment | episodes | published | seeds | median | best | each seed |")
+    lines.append("|---|---|---|---|---|---|---|")
+    for env_id in marked:
+        points = coady(env_id)
+        for mark in MARKS[env_id]:
+            scores = [s for s in (curve.at(mark) for curve in curves[env_id]) if s is not None]
+            if not scores:
+                continue
+            cells = [env_id, f"{mark:,}", f"{points[mark]:,.0f}" if mark in points else ""]
+            cells += [len(scores), f"**{np.median(scores):,.0f}**", f"{max(scores):,.0f}"]
+            cells += [", ".join(f"{score:,.0f}" for score in scores)]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += ["", "| environment | seed | episodes | steps | return, last 100 episodes "]
+    lines[-1] += "| mean action, 20 episodes | first iteration at 950 ends with episode | commit |"
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for env_id, mine in curves.items():
+        for c in mine:
+            played, above = c.info["evaluation"], c.ends[c.means >= 950]
+            cells = [env_id, c.seed, f"{len(c.returns):,}", f"{c.steps:,}"]
+            cells += [f"{c.returns[-100:].mean():,.1f}"]
+            cells += [f"{np.mean(played):,.1f} +- {np.std(played):,.1f}"]
+            solved = f"{above[0]:,}" if len(above) else "not yet"
+            cells += [solved if env_id.startswith("InvertedPendulum-") else ""]
+            lines.append(f"| {' | '.join(map(str, cells))} | {c.info['git_commit'][:7]} |")
+    (RESULTS / "ppo_kl_adaptive.md").write_text("\n".join(lines) + "\n")
+    draw_episodes({env_id: curves[env_id] for env_id in marked})
+    print("\n".join(lines))
+
+
+def draw_episodes(curves: dict[str, list[Batches]]):
+    import matplotlib.pyplot as plt
+
+    size = (4.0 * len(curves), 3.8)
+    figure, axes = plt.subplots(1, len(curves), figsize=size, squeeze=False, layout="constrained")
+    for axis, (env_id, mine) in zip(axes[0], curves.items(), strict=True):
+        values = [smooth(curve.means, 5) for curve in mine]
+        for curve, value in zip(mine, values, strict=True):
+            axis.plot(curve.ends, value, color=BLUE, linewidth=0.8, alpha=0.45)
+        shared = min(map(len, values))
+        median = np.median([value[:shared] for value in values], axis=0)
+        axis.plot(mine[0].ends[:shared], median, color=BLUE, linewidth=2.2)
+        last = max(curve.ends[-1] for curve in mine)
+        points = [point for point in coady(env_id).items() if point[0] <= 1.05 * last]
+        axis.plot(*np.array(points).reshape(-1, 2).T, "o--", color=ORANGE, ms=4)
+        axis.set(title=f"{env_id}, {len(mine)} seeds", xlabel="episodes")
+        axis.set_xlim(left=0)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_ylabel("training return")
+    names = ("a seed of ppo_kl_adaptive.py", "median of the seeds", "published: one run, Gym v1")
+    handles = [axes[0, 0].lines[i] for i in (0, -2, -1)]
+    figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(RESULTS / "ppo_kl_adaptive.png", dpi=140)
+    plt.close(figure)
+
+
 if __name__ == "__main__":
     tyro.extras.subcommand_cli_from_dict(
-        {"collect": collect, "report": report, "table": table}, description=__doc__
+        {"collect": collect, "report": report, "table": table, "episodes": episodes},
+        description=__doc__,
     )

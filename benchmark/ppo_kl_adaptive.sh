@@ -38,3 +38,5 @@ export -f one
 commands | tr '\n' '\0' | xargs -0 -P "${WORKERS:-2}" -I{} bash -c 'one "{}"'
 python benchmark/curves.py collect "$RUNS"/default/*/ --variant default
 python benchmark/curves.py episodes
+# on a machine that does nothing else, about four minutes
+python benchmark/speed_ppo.py --script ppo_kl_adaptive

@@ -1,16 +1,18 @@
 """Speed of ppo_continuous_action.py (ppo.py if actions are discrete), compiled and eager, beside
 Stable-Baselines3's PPO at the same hyper-parameters (CleanRL's) and beside the bare environment.
+Or of ppo_kl_adaptive.py, with one environment and with five, beside the same SB3 and environment.
 
     python benchmark/speed_ppo.py --env-id HalfCheetah-v4
     python benchmark/speed_ppo.py --env-id CartPole-v1
+    python benchmark/speed_ppo.py --script ppo_kl_adaptive --env-id HalfCheetah-v4
 
-In each round, one after the other and each in a process of its own with one thread: the compiled
-script, the eager one, SB3, and the environment alone with random actions. Of a training the first
+In each round, one after the other and each in a process of its own with one thread: the script's
+kinds of runs, SB3, and the environment alone with random actions. Of a training the first
 iterations are dropped and the next ones timed as they are: ours with logs and at least one
 checkpoint, SB3 with its Monitor and no logs. Steps are those of the environment; CPU time is of the
 process with its children. The cold start is the wall time from the start of the process to the
 second rollout; torch's compile cache is empty in round 1 only. Needs stable_baselines3. Writes
-results/speed_ppo-<env-id>.csv, a row per measurement.
+results/speed_<script>-<env-id>.csv, a row per measurement.
 """
 
 import contextlib
@@ -30,22 +32,30 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 HERE = Path(__file__).resolve().parent
-KINDS = ("ours_compiled", "ours_eager", "sb3", "bare")
 COLUMNS = ("round", "what", "steps", "cpu_seconds", "wall_seconds")
 COLUMNS += ("steps_per_cpu_second", "steps_per_wall_second", "cold_start_seconds")
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
 PACKAGES = ("torch", "gymnasium", "mujoco", "numpy", "stable_baselines3")
 CONTINUOUS = "--log-std-init 0 --no-scale-actions --clip-vloss"
 DISCRETE = "--learning-rate 2.5e-4 --update-epochs 4 --no-clip-vloss"
+EPISODES = "--episodes-per-batch 5"
+OURS = {  # script: kind of run: flags
+    "ppo_continuous_action": {"ours_compiled": f"{CONTINUOUS} --compile", "ours_eager": CONTINUOUS},
+    "ppo": {"ours_compiled": f"{DISCRETE} --compile", "ours_eager": DISCRETE},
+    "ppo_kl_adaptive": {"ours": EPISODES, "ours_5_envs": f"{EPISODES} --num-envs 5"},
+}
 TOTAL = 1_000_000  # of the whole training, which sets the learning rates; it is cut short
 
 
 @dataclass
 class Args:
+    script: Literal["ppo", "ppo_kl_adaptive"] = "ppo"
+    """ours; ppo is ppo_continuous_action unless actions are discrete"""
     env_id: str = "HalfCheetah-v4"
-    """environment; its actions choose the script"""
+    """environment"""
     rounds: int = 5
     """rounds to measure"""
     warmup: int = 2
@@ -79,10 +89,12 @@ def cpu_seconds() -> float:
 
 def timed(rollout, steps, job: dict, result: dict):
     """A trainer's `rollout` that notes the time as it begins and ends the training when due.
-    `steps` tells the steps done so far from what `rollout` is called with."""
+    `steps` tells the steps done so far from what `rollout` is called with; None doesn't count."""
     calls = itertools.count()
 
     def wrapper(*args, **kwargs):
+        if steps(*args) is None:
+            return rollout(*args, **kwargs)
         k = next(calls) - job["warmup"]
         if k == 1 - job["warmup"]:
             result["cold"] = time.time() - job["start"]
@@ -96,10 +108,10 @@ def timed(rollout, steps, job: dict, result: dict):
 
 
 def train_ours(job: dict, result: dict):
-    script = importlib.import_module("ppo" if job["discrete"] else "ppo_continuous_action")
-    script.rollout = timed(script.rollout, lambda *a: a[2].global_step, job, result)  # a[2]: Run
-    flags = (DISCRETE if job["discrete"] else CONTINUOUS).split()
-    flags += ["--compile"] if job["what"] == "ours_compiled" else []
+    script = importlib.import_module(job["script"])
+    # a[2] is the Run, or None where the rollout only finds the scale of observations
+    script.rollout = timed(script.rollout, lambda *a: a[2] and a[2].global_step, job, result)
+    flags = OURS[job["script"]][job["what"]].split()
     flags += f"--env-id {job['env_id']} --seed {job['round']} --run-dir {job['folder']}".split()
     flags += f"--no-cuda --total-timesteps {TOTAL}".split()
     flags += f"--checkpoint-interval {min(20, job['amount'])}".split()
@@ -179,14 +191,17 @@ def report(rows: list[dict]):
         print(f"{name:21}", *(f"{part:29}" for part in parts), end)
 
     speeds = COLUMNS[5:7]
-    of = {what: [row for row in rows if row["what"] == what] for what in KINDS}
+    of = {}
+    for row in rows:
+        of.setdefault(row["what"], []).append(row)
     print(
         f"{'median (range), steps':21} {'per CPU-second':29} {'per wall second':29} cold starts, s"
     )
     for what, mine in of.items():
         cold = (f"{row[COLUMNS[7]]:.1f}" for row in mine if row[COLUMNS[7]])
         line(what, ",.0f", ([row[s] for row in mine] for s in speeds), " ".join(cold))
-    for ours, other in itertools.product(KINDS[:2], KINDS[2:]):
+    *kinds, sb3, bare = of
+    for ours, other in itertools.product(kinds, (sb3, bare)):
         pairs = list(zip(of[ours], of[other], strict=True))
         line(f"{ours} / {other}", ".2f", ([a[s] / b[s] for a, b in pairs] for s in speeds))
     apart = sum(abs(row["wall_seconds"] / row["cpu_seconds"] - 1) > 0.05 for row in rows)
@@ -201,8 +216,10 @@ def main(args: Args):
     print(*COLUMNS, flush=True)
     ours = args.iterations or (160 if discrete else 12)
     sb3 = args.sb3_iterations or (40 if discrete else 4)
-    amounts = dict(zip(KINDS, (ours, ours, sb3, 200_000 if discrete else 20_000), strict=True))
-    job = {"env_id": args.env_id, "discrete": discrete, "warmup": args.warmup}
+    script = "ppo_continuous_action" if args.script == "ppo" and not discrete else args.script
+    amounts = dict.fromkeys(OURS[script], ours)
+    amounts |= {"sb3": sb3, "bare": 200_000 if discrete else 20_000}
+    job = {"script": script, "env_id": args.env_id, "discrete": discrete, "warmup": args.warmup}
     cpu = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) or ["unknown"]
     facts = {"cpu": cpu[0], "cores": os.cpu_count(), "load average before": os.getloadavg()[0]}
     facts |= {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
@@ -216,7 +233,7 @@ def main(args: Args):
                 rows.append(run_job(job, cache))
                 print(*rows[-1].values(), flush=True)
     args.output.mkdir(parents=True, exist_ok=True)
-    path = args.output / f"speed_ppo-{args.env_id.replace('/', '-')}.csv"
+    path = args.output / f"speed_{args.script}-{args.env_id.replace('/', '-')}.csv"
     with open(path, "w", newline="") as file:
         file.writelines(f"# {name}: {value}\n" for name, value in facts.items())
         table = csv.DictWriter(file, COLUMNS, lineterminator="\n")

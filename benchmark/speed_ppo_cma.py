@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 import tyro
 
 HERE = Path(__file__).resolve().parent
@@ -40,7 +39,7 @@ class Args:
 
 def bare(args: ppo_cma.Args, steps: int) -> tuple[float, float]:
     """CPU and wall microseconds per step of the environment with random actions."""
-    env = ppo_cma.make_env(args)
+    env = ppo_cma.build_env(args.env_id)
     low, high = env.action_space.low, env.action_space.high
     actions = np.random.default_rng(0).uniform(low, high, (steps, len(low)))
     env.reset(seed=0)
@@ -56,7 +55,6 @@ def bare(args: ppo_cma.Args, steps: int) -> tuple[float, float]:
 
 
 def main(speed: Args):
-    torch.set_num_threads(1)
     names = ["round", "bare_cpu_us", "bare_wall_us", "rollout_cpu_us", "update_cpu_us"]
     names += ["logs_cpu_us", "train_cpu_us", "train_wall_us", "cpu_ratio"]
     rows = []
@@ -65,11 +63,10 @@ def main(speed: Args):
             env_id=speed.env_id,
             iter_steps=speed.iter_steps,
             num_envs=speed.num_envs,
+            cuda=False,
             run_dir=Path(folder) / "run",
         )
-        envs = ppo_cma.make_envs(args)
-        agent = ppo_cma.Agent(envs, args)
-        run = ppo_cma.Run(args)
+        envs, agent, run = ppo_cma.set_up(args)
         for k in range(speed.rounds + 1):
             bare_cpu, bare_wall = bare(args, 16_000)
             first, wall = run.global_step, time.perf_counter()
@@ -78,9 +75,9 @@ def main(speed: Args):
             times.append(time.process_time())
             metrics = agent.update_with_memorized()
             times.append(time.process_time())
-            run.log_iteration(metrics)
+            run.log_iteration(metrics | {"charts/learning_rate": args.learning_rate})
             if run.iteration % args.checkpoint_interval == 0:
-                ppo_cma.save_checkpoint(run, agent)
+                ppo_cma.save_checkpoint(run, agent, envs)
             times.append(time.process_time())
             micro = 1e6 / (run.global_step - first)
             parts = np.diff(times) * micro
