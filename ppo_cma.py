@@ -1066,14 +1066,15 @@ def set_up(args: Args):
     if args.compile:
         compile_networks(agent)
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run = Run(args, f"{name}__{args.run_suffix}" if args.run_suffix else name, checkpoint)
+    name = f"{name}__{args.run_suffix}" if args.run_suffix else name
+    if args.track:
+        import wandb  # before the run's writer, which it follows
+
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": name}
+        wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=True)
+    run = Run(args, name, checkpoint)
     if not checkpoint:
         save_checkpoint(run, agent, envs)
-    if args.track:
-        import wandb
-
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run.name}
-        wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=True)
     parameters = sum(p.numel() for p in agent.parameters())
     run.write(f"{args.mode} on {args.env_id}, {device}, {parameters:,} parameters, in {run.folder}")
     run.write(

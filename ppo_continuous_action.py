@@ -1106,14 +1106,15 @@ def set_up(args: Args):
     if args.compile:
         compile_update(agent, device)
     agent.refresh_actor()
-    run = Run(args, f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}", checkpoint)
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    if args.track:
+        import wandb  # before the run's writer, which it follows
+
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": name}
+        wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=True)
+    run = Run(args, name, checkpoint)
     if not checkpoint:
         save_checkpoint(run, agent, envs)
-    if args.track:
-        import wandb
-
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run.name}
-        wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=True)
     parameters = sum(p.numel() for p in agent.parameters())
     run.write(f"{args.env_id}, {device}, {parameters:,} parameters, in {run.folder}")
     batch = args.num_envs * args.num_steps

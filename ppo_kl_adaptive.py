@@ -686,8 +686,9 @@ class Agent(nn.Module):
             return Categorical(output.log_softmax(dim=-1))
         return Gaussian(output, self.actor_logvar.expand_as(output))
 
-    def get_value(self, obs: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """V [...] at raw observations [..., D], `time` [...] steps into the episode."""
+    def get_value(self, obs: torch.Tensor, time: torch.Tensor | None = None) -> torch.Tensor:
+        """V [...] at raw observations [..., D], `time` [...] steps into the episode (default 0)."""
+        time = torch.zeros_like(obs[..., 0]) if time is None else time
         return self.critic(self.features(obs, time)).squeeze(-1)
 
     def get_action_and_value(self, obs: torch.Tensor, action=None, time=None):
@@ -868,9 +869,9 @@ def fit_policy(agent: Agent, features, actions, advantages, args: Args) -> dict[
         loss, surrogate, kl, entropy = torch.stack(whole).tolist()
         if not (math.isfinite(loss) and math.isfinite(kl)):
             raise FloatingPointError(f"the policy loss is {loss}, the KL {kl}, after pass {epoch}")
+        servo.adapt_rate(kl, agent.learning_rate)
         if epoch == args.update_epochs or kl > limit:
             break
-        servo.adapt_rate(kl, agent.learning_rate)
         if args.roll_back:
             last_good = [parameter.detach().clone() for parameter in parameters]
         if args.num_minibatches == 1:
@@ -954,16 +955,20 @@ def fit_value(agent: Agent, features, returns, args: Args) -> dict[str, float]:
     }
 
 
+def check_finite(data: Rollout):
+    for name, array in (("an observation", data.obs), ("a reward", data.rewards)):
+        if not np.isfinite(array).all():
+            raise FloatingPointError(f"{name} is not finite")
+
+
 def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
     """One iteration of learning: advantages, policy, value function, in this order.
 
     Raises FloatingPointError before anything is learned if the data are not finite, and when a
     loss or a parameter is not.
     """
+    check_finite(data)
     valid, device = data.valid, agent.obs_moments.mean.device
-    for name, array in (("an observation", data.obs), ("a reward", data.rewards)):
-        if not np.isfinite(array).all():
-            raise FloatingPointError(f"{name} is not finite")
     # observations are scaled for learning as they were for acting; the moments take them in for
     # the next iteration
     time = torch.as_tensor(data.starts + np.arange(len(data.obs))[:, None], device=device)
@@ -1058,6 +1063,11 @@ def stack(trajectories: list[Trajectory]) -> Rollout:
 def warm_up(agent: Agent, envs: Envs, args: Args):
     """Play 5 episodes, which count for nothing else, to know the scale of observations."""
     data = rollout(agent, envs, None, dataclasses.replace(args, num_steps=0, episodes_per_batch=5))
+    try:
+        check_finite(data)
+    except FloatingPointError as error:
+        print(f"--env-id {args.env_id}: {error} in the warm-up episodes", file=sys.stderr)
+        raise SystemExit(1) from None
     agent.obs_moments.update(data.obs[:-1][data.valid])
     agent.refresh_actor()
 
@@ -1311,17 +1321,19 @@ def set_up(args: Args):
         load_training_state(agent, envs, checkpoint["training"])
     if args.compile:
         compile_networks(agent)
-    run = Run(args, f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}", checkpoint)
     if not checkpoint:
         warm_up(agent, envs, args)
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    if args.track:
+        import wandb  # before the run's writer, which it follows
+
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": name}
+        wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=True)
+    run = Run(args, name, checkpoint)
+    if not checkpoint:
         save_checkpoint(run, agent, envs)
     if args.num_episodes:
         run.bar.total = None  # steps are not the budget
-    if args.track:
-        import wandb
-
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run.name}
-        wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=True)
     parameters = sum(p.numel() for p in agent.parameters())
     run.write(f"{args.env_id}, {device}, {parameters:,} parameters, in {run.folder}")
     batch = f"{args.num_envs} x {args.num_steps} steps"

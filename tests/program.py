@@ -1,11 +1,16 @@
 """What the tests of scripts as programs share."""
 
 import csv
+import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium as gym
+import numpy as np
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -20,6 +25,50 @@ def rows(folder: Path) -> list[list[str]]:
     """episodes.csv without its seconds."""
     with open(folder / "episodes.csv") as file:
         return [[step, ret, length] for step, _, ret, length in csv.reader(file)]
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard has of each tag; not the speed."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    tags = set(events.Tags()["scalars"]) - {"charts/SPS"}
+    return {tag: sorted((e.step, e.value) for e in events.Scalars(tag)) for tag in tags}
+
+
+def status(folder: Path) -> str:
+    return json.loads((folder / "run.json").read_text())["status"]
+
+
+def content(folder: Path) -> dict:
+    return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.rglob("*") if p.is_file()}
+
+
+def installed(monkeypatch, **packages: bool):
+    """As if these packages were there, or not."""
+    plain = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: packages.get(name, plain(name, *a)) or None
+    )
+
+
+class Clockwork(gym.Env):
+    """Episodes of 10 steps that pay 1 each; `nan` says what is NaN in which episode and step."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,))
+    nan = ("nothing", 0, 0)
+
+    def __init__(self, action_space):
+        self.action_space, self.episode = action_space, -1
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.episode, self.t = self.episode + 1, 0
+        return self.np_random.uniform(-1, 1, 2), {}
+
+    def step(self, action):
+        self.t += 1
+        what = self.nan[0] if self.nan[1:] == (self.episode, self.t) else None
+        obs = np.full(2, np.nan if what == "an observation" else 0.5)
+        return obs, np.nan if what == "a reward" else 1.0, self.t == 10, False, {}
 
 
 def assert_same(a, b):

@@ -2,7 +2,6 @@
 evaluation, backends."""
 
 import hashlib
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -21,7 +20,17 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from program import assert_same, rows, run, train_until_killed
+from program import (
+    Clockwork,
+    assert_same,
+    content,
+    installed,
+    rows,
+    run,
+    scalars,
+    status,
+    train_until_killed,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo
@@ -49,17 +58,6 @@ def resume(script, folder: Path, flags: str = "") -> dict:
     return script.load_checkpoint(folder)
 
 
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard has of each tag; not the speed."""
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    tags = set(events.Tags()["scalars"]) - {"charts/SPS"}
-    return {tag: sorted((e.step, e.value) for e in events.Scalars(tag)) for tag in tags}
-
-
-def status(folder: Path) -> str:
-    return json.loads((folder / "run.json").read_text())["status"]
-
-
 def assert_same_but(checkpoint: dict, other: dict, **changed):
     """Equal but for these arguments."""
     assert_same(checkpoint | {"args": checkpoint["args"] | changed}, other)
@@ -84,27 +82,6 @@ def long(script, tmp_path_factory):
     return folder, checkpoint
 
 
-class Clockwork(gym.Env):
-    """Episodes of 10 steps that pay 1 each; `nan` says what is NaN in which episode and step."""
-
-    observation_space = gym.spaces.Box(-1, 1, (2,))
-    nan = ("nothing", 0, 0)
-
-    def __init__(self, action_space):
-        self.action_space, self.episode = action_space, -1
-
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.episode, self.t = self.episode + 1, 0
-        return self.np_random.uniform(-1, 1, 2), {}
-
-    def step(self, action):
-        self.t += 1
-        what = self.nan[0] if self.nan[1:] == (self.episode, self.t) else None
-        obs = np.full(2, np.nan if what == "an observation" else 0.5)
-        return obs, np.nan if what == "a reward" else 1.0, self.t == 10, False, {}
-
-
 SPACES = {
     "ppo": gym.spaces.Discrete(2),
     "ppo_continuous_action": gym.spaces.Box(-1, 1, (1,)),
@@ -126,14 +103,6 @@ CLEANRL = {
     "batch_size": 8, "minibatch_size": 9, "num_iterations": 10,
 }  # fmt: skip
 CONTINUOUS = {"save_model": bool, "upload_model": bool, "hf_entity": "us"}
-
-
-def installed(monkeypatch, **packages: bool):
-    """As if these packages were there, or not."""
-    plain = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: packages.get(name, plain(name, *a)) or None
-    )
 
 
 @BOTH
@@ -514,9 +483,14 @@ def test_tracking_and_upload_with_stand_ins(script, tmp_path, monkeypatch, capsy
         whoami=lambda: {"name": "me"}, create_repo=lambda name, **_: calls.update(repo=name),
         upload_folder=record("upload"),
     )  # fmt: skip
-    modules = {"wandb": {"init": record("init")}, "huggingface_hub": {"HfApi": lambda: hub}}
-    for name, content in modules.items():
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__spec__=True, **content))
+
+    def init(**kwargs):  # before there is a writer for it to follow
+        assert not (tmp_path / "run").exists()
+        calls["init"] = kwargs
+
+    modules = {"wandb": {"init": init}, "huggingface_hub": {"HfApi": lambda: hub}}
+    for name, stand_in in modules.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__spec__=True, **stand_in))
     upload = "--upload-model" if script is ppo_continuous_action else ""
     train(script, tmp_path / "run", f"--total-timesteps 128 --track {upload}")
     assert calls["init"]["project"] == script.Args.wandb_project_name
@@ -631,10 +605,6 @@ def test_nan_stops_with_its_name_and_keeps_the_checkpoint(
 
 
 # --- evaluation, backends, compilation ------------------------------------------------------------
-
-
-def content(folder: Path) -> dict:
-    return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.rglob("*") if p.is_file()}
 
 
 def test_evaluate_is_deterministic_and_writes_nothing(script, undisturbed, monkeypatch, capsys):
