@@ -847,7 +847,8 @@ def fit_policy(agent: Agent, features, actions, advantages, args: Args) -> dict[
     servo, adam = agent.servo, agent.optimizers["policy"]
     parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
     with torch.no_grad():
-        old = agent.policy(features)
+        policy = agent.policy(features)
+        old = type(policy)(*(x.clone() for x in policy))  # else part of it would follow the steps
         old_logprobs = old.log_prob(actions)
 
     def losses(i):

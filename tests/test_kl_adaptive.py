@@ -1,0 +1,1301 @@
+"""ppo_kl_adaptive.py against its specification: golden numbers of the original program, a second
+implementation in plain loops, brute force and toy environments. The numbers in the test names are
+those of the specification's checklist."""
+
+import copy
+import csv
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributions import Normal, kl_divergence
+
+import ppo_kl_adaptive as script
+from ppo_kl_adaptive import Agent, Args, Categorical, Gaussian, Rollout, Servo, policy_loss
+
+
+class Lottery(gym.Env):
+    """Pays 1 a step and lasts a number of steps from `shortest` to `longest`, drawn from the reset
+    seed; observes (noise, steps so far), and keeps the actions it is given."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,))
+    action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def __init__(self, shortest=1, longest=50, actions=None):
+        self.shortest, self.longest = shortest, longest
+        self.action_space = actions or self.action_space
+        self.taken = []
+
+    def observe(self):
+        return np.array([self.np_random.normal(), self.time], np.float32)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time = 0
+        self.length = int(self.np_random.integers(self.shortest, self.longest + 1))
+        return self.observe(), {}
+
+    def step(self, action):
+        assert self.time < self.length, "stepped beyond the end"
+        self.taken.append(np.array(action))
+        self.time += 1
+        return self.observe(), 1.0, self.time == self.length, False, {}
+
+
+gym.register("Lottery-v0", Lottery)
+gym.register("Clock7-v0", Lottery, kwargs={"shortest": 7, "longest": 7})
+gym.register("Limit4-v0", Lottery, kwargs={"shortest": 9}, max_episode_steps=4)
+gym.register("Choice-v0", Lottery, kwargs={"actions": spaces.Discrete(3, start=5)})
+
+
+def parsed(line: str) -> Args:
+    return script.parse_args(line.split())
+
+
+class Log:
+    """What rollout needs of a Run."""
+
+    def __init__(self):
+        self.global_step, self.rows, self.lines = 0, [], []
+
+    def log_episode(self, step, episodic_return, length):
+        self.rows.append((step, episodic_return, length))
+
+
+def make_agent(obs_dim=3, actions=2, discrete=False, **args) -> tuple[Agent, Args]:
+    torch.manual_seed(0)
+    box = spaces.Box(-1.0, 1.0, (actions,), np.float32)
+    problem = SimpleNamespace(
+        observation_space=spaces.Box(-np.inf, np.inf, (obs_dim,)),
+        action_space=spaces.Discrete(actions) if discrete else box,
+    )
+    return Agent(problem, args := Args(**args)), args
+
+
+def play(agent: Agent, lengths=(30, 7, 50, 1, 20), seed=0, scale=1.0) -> Rollout:
+    """Episodes of random observations, the agent's own actions and random rewards; every second
+    one is truncated."""
+    rng, trajectories = np.random.default_rng(seed), []
+    for e, length in enumerate(lengths):
+        obs = rng.normal(1.0, 2.0, (length + 1, len(agent.shift))).astype(np.float32)
+        actions = agent.act(obs[:-1], np.arange(length), agent.noise(length))
+        steps = list(zip(obs[:-1], actions, scale * rng.normal(size=length), strict=True))
+        trajectories.append(script.Trajectory(steps, obs[-1], 0, e % 2 == 0, e % 2 == 1))
+    return script.stack(trajectories)
+
+
+def policy_batch(agent: Agent, size=300, seed=0):
+    """What fit_policy takes: features, actions, advantages."""
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    features = torch.randn(size, agent.actor[0].in_features, generator=generator)
+    with torch.no_grad():
+        actions = agent.policy(features).sample()
+    return features, actions, torch.randn(size, generator=generator)
+
+
+def value_batch(size: int, inputs=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, inputs, generator=generator), torch.randn(size, generator=generator)
+
+
+def parameters(module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in module.parameters()])
+
+
+def steps_taken(adam) -> int:
+    (steps,) = {int(state["step"]) for state in adam.state.values()}
+    return steps
+
+
+def policy_at(agent: Agent, features) -> Gaussian | Categorical:
+    """The policy as it is now, in memory of its own."""
+    with torch.no_grad():
+        policy = agent.policy(features)
+    return type(policy)(*(x.clone() for x in policy))
+
+
+def servo(preset="coady", **numbers) -> Servo:
+    return Servo(**script.servo_numbers(Args(servo=preset, **numbers)))
+
+
+def gaussian(mean, logvar, requires_grad=False) -> Gaussian:
+    mean, logvar = (torch.tensor(x, dtype=torch.float64) for x in (mean, logvar))
+    return Gaussian(mean.requires_grad_(requires_grad), logvar.requires_grad_(requires_grad))
+
+
+def objective(ratio, advantages, kl, preset="coady", **numbers):
+    """policy_loss of a policy with these ratios and this KL; the loss, and its slope in the KL."""
+    ratio, kl = torch.tensor(ratio), torch.tensor(kl, requires_grad=True)
+    policy = SimpleNamespace(log_prob=lambda _: ratio.log(), entropy=lambda: torch.zeros(2))
+    old = SimpleNamespace(kl=lambda new: kl)
+    arguments = torch.zeros(len(ratio)), None, torch.tensor(advantages), servo(preset, **numbers)
+    loss = policy_loss(policy, old, *arguments, 0.0)[0]
+    loss.backward()
+    return loss.item(), kl.grad.sum().item()
+
+
+# --- 1 the KL, 2 the loss, 13 its gradient --------------------------------------------------------
+
+
+def test_1_kl_golden_numbers_and_direction():
+    old, new = gaussian([[0.0]], [[0.0]]), gaussian([[0.1]], [[0.2]])
+    assert old.kl(new).item() == pytest.approx(0.0134590303, abs=1e-8)
+    assert new.kl(old).item() == pytest.approx(0.0157013791, abs=1e-8)
+    old, new = gaussian([[0.0] * 3], [[-1.0] * 3]), gaussian([[0.05] * 3], [[-1.0] * 3])
+    assert old.kl(new).item() == pytest.approx(0.0101935569, abs=1e-8)
+
+
+def test_1_gaussian_is_that_of_torch():
+    torch.manual_seed(0)
+    mean, logvar, actions = torch.randn(2, 100, 4), torch.randn(2, 1, 4), torch.randn(100, 4)
+    ours = [Gaussian(mean[k], logvar[k].expand(100, 4)) for k in range(2)]
+    theirs = [Normal(mean[k], (0.5 * logvar[k]).exp().expand(100, 4)) for k in range(2)]
+    close = {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(ours[0].kl(ours[1]), kl_divergence(*theirs).sum(-1), **close)
+    torch.testing.assert_close(ours[0].log_prob(actions), theirs[0].log_prob(actions).sum(-1))
+    torch.testing.assert_close(ours[0].entropy(), theirs[0].entropy().sum(-1))
+    small = Gaussian(mean[0] + 1e-2, ours[0].logvar + 1e-2)
+    normal = Normal(small.mean, (0.5 * small.logvar).exp())
+    mean_kl = kl_divergence(theirs[0], normal).sum(-1).mean().item()
+    assert ours[0].kl(small).mean().item() == pytest.approx(mean_kl, abs=1e-6)
+
+
+def test_1_categorical_is_that_of_torch():
+    torch.manual_seed(0)
+    ours = [Categorical(torch.randn(100, 5).log_softmax(-1)) for _ in range(2)]
+    theirs = [torch.distributions.Categorical(logits=each.logprobs) for each in ours]
+    actions = torch.randint(5, (100,))
+    torch.testing.assert_close(ours[0].kl(ours[1]), kl_divergence(*theirs))
+    assert not torch.allclose(ours[0].kl(ours[1]), ours[1].kl(ours[0]), rtol=0.01)
+    torch.testing.assert_close(ours[0].log_prob(actions), theirs[0].log_prob(actions))
+    torch.testing.assert_close(ours[0].entropy(), theirs[0].entropy())
+
+
+def test_2_loss_golden_number_and_hinge():
+    loss, slope = objective([1.1, 0.9], [1.0, -1.0], 0.02)
+    assert loss == pytest.approx(-0.0702, abs=1e-6)
+    assert slope == pytest.approx(1.0 + 1.4, abs=1e-5)
+    for kl, hinge, hinge_slope in ((0.0, 0, 0), (0.0059, 0, 0), (0.012, 50 * 0.006**2, 0.6)):
+        loss, slope = objective([1.0, 1.0], [0.0, 0.0], kl, beta=3.0)
+        assert loss == pytest.approx(3 * kl + hinge, abs=1e-7)  # the blog's: 4.5e-4 at KL 0
+        assert slope == pytest.approx(3 + hinge_slope, abs=1e-5)
+
+
+def test_2_hinge_is_taken_after_the_mean():
+    loss, _ = objective([1.0, 1.0], [0.0, 0.0], [0.0, 0.01])
+    assert loss == pytest.approx(0.005, abs=1e-7)  # the mean of the hinges is not 0
+
+
+def test_2_ratio_is_clipped_in_the_learning_rate_preset_alone():
+    ratio, advantages = [1.5, 1.5, 0.5, 0.5, 1.1], [1.0, -1.0, 1.0, -1.0, 2.0]
+    loss, slope = objective(ratio, advantages, 0.5, "learning-rate")
+    assert loss == pytest.approx(-np.mean([1.2, -1.5, 0.5, -0.8, 2.2]), abs=1e-6)
+    assert slope == 0.0
+    for preset in ("schulman", "fixed"):
+        loss, slope = objective(ratio, advantages, 0.5, preset, beta=2.0)
+        assert loss == pytest.approx(1.0 - np.mean(np.multiply(ratio, advantages)), abs=1e-6)
+        assert slope == 2.0
+
+
+def test_2_terms_that_are_reported():
+    old = gaussian([[0.0], [0.5]], [[-1.0], [-1.0]])
+    new = gaussian([[0.1], [0.4]], [[-0.8], [-0.8]])
+    actions, advantages = torch.tensor([[0.3], [0.2]]).double(), torch.tensor([1.0, -2.0])
+    given = old.log_prob(actions), actions, advantages, servo()
+    loss, surrogate, kl, entropy = policy_loss(new, old, *given, 0.7)
+    ratio = (new.log_prob(actions) - old.log_prob(actions)).exp()
+    assert surrogate.item() == pytest.approx(-(ratio * advantages).mean().item())
+    assert kl.item() == pytest.approx(old.kl(new).mean().item())
+    assert entropy.item() == pytest.approx(0.5 * (math.log(2 * math.pi * math.e) - 0.8))
+    hinge = 50 * max(0, kl.item() - 0.006) ** 2
+    whole = surrogate.item() + kl.item() + hinge - 0.7 * entropy.item()
+    assert loss.item() == pytest.approx(whole, abs=1e-6)
+
+
+@pytest.mark.parametrize(("action", "expected"), [(1.3, 2.84), (0.2 + 0.5**0.5, 0.0)])
+def test_13_gradient_of_the_variance(action, expected):
+    variance = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
+    mean = torch.tensor([0.2], dtype=torch.float64)
+    log_prob = Gaussian(mean, variance.log()).log_prob(torch.tensor([action]).double())
+    (2.0 * log_prob).backward()
+    assert variance.grad.item() == pytest.approx(expected, abs=1e-6)
+
+
+# --- 3 the servos ---------------------------------------------------------------------------------
+
+CLIMB = [1.5, 2.25, 3.375, 5.0625, 7.59375, 11.390625, 17.0859375, 25.62890625, *[35.0] * 12]
+RATE_FALLS = [*[1.0] * 8, 0.6666667, 0.4444444, 0.2962963, 0.1975309, 0.1316872, *[0.0877915] * 7]
+RATE_RISES = [*[1.0] * 8, 1.5, 2.25, 3.375, 5.0625, 7.59375, *[11.390625] * 7]
+
+
+@pytest.mark.parametrize(
+    ("kl", "betas", "rates"),
+    [(1.0, CLIMB, RATE_FALLS), (0.0, [1 / beta for beta in CLIMB], RATE_RISES)],
+)
+def test_3_ladders_of_beta_and_of_the_learning_rate(kl, betas, rates):
+    it, seen = servo(), []
+    for _ in range(20):
+        it.adapt(kl)
+        seen.append((it.beta, it.lr_multiplier))
+    seen = np.array(seen)
+    assert seen[:, 0] == pytest.approx(betas)
+    assert seen[:, 1] == pytest.approx(rates, abs=1e-6)
+    # from its limit beta goes back by factors of 1.5, not on the powers it came by
+    it.adapt(1.0 - kl)
+    assert it.beta == pytest.approx(35 / 1.5 if kl else 1.5 / 35)
+    assert it.lr_multiplier == pytest.approx(rates[-1], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("preset", "above", "below", "raised", "lowered"),
+    [("coady", 2, 0.5, 1.5, 1 / 1.5), ("schulman", 1.5, 1 / 1.5, 2, 0.5), ("fixed", 9, 0, 1, 1)],
+)
+def test_3_thresholds_are_strict(preset, above, below, raised, lowered):
+    def after(targets):
+        it = servo(preset)
+        it.adapt(np.float64(targets) * it.kl_targ)
+        assert it.lr_multiplier == 1.0
+        return it.beta
+
+    assert [after(x) for x in (above, 1.0, below)] == [1.0] * 3
+    assert after(above * (1 + 1e-9)) == pytest.approx(raised)
+    assert after(below * (1 - 1e-9)) == pytest.approx(lowered)
+
+
+def test_3_schulmans_and_fixed_betas_have_no_limits_to_speak_of():
+    it, fixed = servo("schulman"), servo("fixed", beta=3.0)
+    for k in range(1, 25):
+        it.adapt(1.0)
+        fixed.adapt(1.0)
+        assert it.beta == 2.0**k
+    for k in range(23, -25, -1):
+        it.adapt(0.0)
+        fixed.adapt(0.0)
+        it.adapt_rate(1.0, 3e-4)
+        assert it.beta == 2.0**k
+    assert it.lr_multiplier == fixed.lr_multiplier == 1.0
+    assert fixed.beta == 3.0
+
+
+def test_3_learning_rate_preset_moves_the_rate_and_nothing_else():
+    def after(kl, rate=3e-4, times=1):
+        it = servo("learning-rate")
+        for _ in range(times):
+            it.adapt_rate(kl, rate)
+            it.adapt(kl)
+        assert it.beta == 0.0
+        return rate * it.lr_multiplier
+
+    assert after(0.0201) == pytest.approx(3e-4 / 1.5)
+    assert after(0.0049) == pytest.approx(3e-4 * 1.5)
+    assert [after(kl) for kl in (0.0, 0.005, 0.01, 0.02)] == [3e-4] * 4
+    assert after(1.0, times=50) == pytest.approx(1e-5)
+    assert after(1e-4, times=50) == pytest.approx(1e-2)
+    coady = servo()
+    coady.adapt_rate(1.0, 3e-4)
+    assert coady.lr_multiplier == 1.0
+
+
+@pytest.mark.parametrize("passes", [1, 2, 5])
+def test_3_learning_rate_preset_moves_the_rate_after_every_pass(passes):
+    agent, args = make_agent(servo="learning-rate", update_epochs=passes, learning_rate=1e-5)
+    metrics = script.fit_policy(agent, *policy_batch(agent), args)
+    assert 0.0 < metrics["losses/kl"] < 0.005
+    assert metrics["charts/policy_passes"] == passes
+    assert agent.servo.lr_multiplier == pytest.approx(1.5**passes)
+    assert metrics["charts/learning_rate"] == pytest.approx(1e-5 * 1.5**passes)
+
+
+def test_3_presets_from_the_command_line():
+    args = parsed("")
+    assert script.servo_numbers(args) == {
+        "kl_targ": 0.003, "beta": 1.0, "raise_above": 2.0, "raise_factor": 1.5, "lower_below": 0.5,
+        "lower_factor": 1.5, "beta_min": 1 / 35, "beta_max": 35.0, "hinge_coef": 50.0,
+        "early_stop": 4.0, "clip_coef": 0.0, "lr_servo": "with-beta",
+    }  # fmt: skip
+    schulman = dataclasses.asdict(servo("schulman"))
+    args = parsed("--servo schulman --beta 3 -k 0.03 --beta-max 8")
+    given = dataclasses.asdict(Servo(**script.servo_numbers(args)))
+    assert given == schulman | {"beta": 3.0, "kl_targ": 0.03, "beta_max": 8.0}
+    assert (schulman["kl_targ"], schulman["early_stop"], schulman["hinge_coef"]) == (0.01, 0, 0)
+    zero = parsed("--hinge-coef 0 --early-stop 0 --lr-servo never")  # 0 is a number
+    assert (zero.hinge_coef, zero.early_stop, zero.lr_servo) == (0.0, 0.0, "never")
+    assert zero.beta_max == 35.0
+
+
+# --- 4 early stop, 5 first step, 12 speed of the variance -----------------------------------------
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+def test_4_early_stop_keeps_the_step_and_tells_the_servo(discrete):
+    numbers = {"discrete": discrete, "learning_rate": 2.5e-3 if discrete else 7e-4}
+    agent, args = make_agent(**numbers)
+    data = policy_batch(agent)
+    old = policy_at(agent, data[0])
+    metrics = script.fit_policy(agent, *data, args)
+    passes = metrics["charts/policy_passes"]
+    assert 2 <= passes < 20
+    assert steps_taken(agent.optimizers["policy"]) == passes
+    kl = old.kl(policy_at(agent, data[0])).mean().item()
+    assert metrics["losses/kl"] == pytest.approx(kl)
+    assert kl > 0.012
+    assert agent.servo.beta == 1.5
+    # one pass less is not beyond the limit
+    shorter, args = make_agent(**numbers, update_epochs=passes - 1)
+    assert script.fit_policy(shorter, *policy_batch(shorter), args)["losses/kl"] <= 0.012
+    never, args = make_agent(**numbers, early_stop=0.0)
+    assert script.fit_policy(never, *policy_batch(never), args)["charts/policy_passes"] == 20
+
+
+def test_4_twenty_passes_otherwise():
+    agent, args = make_agent(learning_rate=5e-5)
+    metrics = script.fit_policy(agent, *policy_batch(agent), args)
+    assert metrics["losses/kl"] < 0.012
+    assert metrics["charts/policy_passes"] == steps_taken(agent.optimizers["policy"]) == 20
+
+
+def test_4_new_learning_rate_is_of_the_next_iteration():
+    """And metrics tell what the servo has set."""
+    agent, args = make_agent(beta=35.0, learning_rate=0.03)
+    metrics = script.fit_policy(agent, *policy_batch(agent), args)
+    assert metrics["losses/kl"] > 0.006
+    assert agent.optimizers["policy"].param_groups[0]["lr"] == pytest.approx(0.03)
+    assert agent.servo.lr_multiplier == metrics["charts/lr_multiplier"] == pytest.approx(1 / 1.5)
+    assert metrics["charts/learning_rate"] == pytest.approx(0.02)
+    assert metrics["charts/beta"] == 35.0
+    script.fit_policy(agent, *policy_batch(agent, seed=1), args)
+    assert agent.optimizers["policy"].param_groups[0]["lr"] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+@pytest.mark.parametrize("numbers", [{}, {"beta": 35.0, "hinge_coef": 1e4}, {"clip_coef": 0.2}])
+def test_5_first_step_is_the_plain_policy_gradient(discrete, numbers):
+    agent, _ = make_agent(discrete=discrete, actions=3)
+    features, actions, advantages = policy_batch(agent)
+    old = policy_at(agent, features)
+    given = old, old.log_prob(actions), actions, advantages, servo(**numbers)
+    policy_loss(agent.policy(features), *given, 0.0)[0].backward()
+    learned = [p for g in agent.optimizers["policy"].param_groups for p in g["params"]]
+    gradients = [p.grad.clone() for p in learned]
+    agent.zero_grad()
+    output = agent.actor(features)
+    if discrete:
+        log_prob = torch.distributions.Categorical(logits=output).log_prob(actions)
+    else:
+        log_prob = Normal(output, (0.5 * agent.actor_logvar).exp()).log_prob(actions).sum(-1)
+    (-advantages * log_prob).mean().backward()
+    for gradient, parameter in zip(gradients, learned, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("multiplier", [1.0, 1.5])
+def test_12_log_variance_moves_speed_times_as_far(multiplier):
+    agent, args = make_agent(11, 3, update_epochs=1)  # Hopper
+    agent.servo.lr_multiplier = multiplier
+    bias, logvar = (p.detach().clone() for p in (agent.actor[-1].bias, agent.actor_logvar))
+    script.fit_policy(agent, *policy_batch(agent), args)
+    moved = (agent.actor[-1].bias - bias).abs().tolist()
+    assert moved == pytest.approx([1.162e-4 * multiplier] * 3, rel=1e-3)
+    moved = (agent.actor_logvar - logvar).abs().tolist()
+    assert moved == pytest.approx([6.972e-4 * multiplier] * 3, rel=1e-3)
+
+
+# --- 6, 7, 8 advantages and returns, 9 their normalization ----------------------------------------
+
+REWARDS, VALUES = [1.0, 2.0, -1.0, 0.5], [0.3, 0.1, -0.2, 0.4]
+
+
+def one_episode(terminated=True, truncated=False, after=0.7, **args):
+    """Advantages and returns of the golden episode; `after` is the value at its end."""
+    flags = np.array([terminated]), np.array([truncated])
+    nothing = np.zeros((5, 1, 1))
+    rewards = np.array(REWARDS)[:, None]
+    data = Rollout(nothing, nothing[1:], rewards, np.array([4]), np.array([0]), *flags)
+    both = script.advantages_and_returns(data, np.array([*VALUES, after])[:, None], Args(**args))
+    return [x[:, 0] for x in both]
+
+
+def test_6_golden_advantages_and_returns():
+    advantages, returns = one_episode()
+    assert advantages == pytest.approx([-0.28200761, -0.08871665, 0.20539775, -0.3975], abs=1e-8)
+    assert returns == pytest.approx([0.01246256, 0.00750006, -0.0025125, 0.0025], abs=1e-8)
+    _, returns = one_episode(gamma=0.9995)
+    assert returns == pytest.approx([2.49925012, 1.50000013, -0.50025, 0.5], abs=1e-8)
+
+
+def test_6_rewards_are_scaled_below_a_discount_of_0999():
+    assert one_episode(gamma=0.999)[1][-1] == pytest.approx(0.5)
+    assert one_episode(gamma=0.9989)[1][-1] == pytest.approx(0.5 * 0.0011)
+
+
+def test_8_truncation_golden_numbers():
+    ended = one_episode()
+    for flags in ((True, False), (True, True), (False, True)):
+        np.testing.assert_array_equal(one_episode(*flags), ended)
+    for flags in ((True, False), (True, True)):  # a termination stays one
+        np.testing.assert_array_equal(one_episode(*flags, bootstrap_truncation=True), ended)
+    advantages, returns = one_episode(False, True, bootstrap_truncation=True)
+    assert advantages == pytest.approx([0.3637486, 0.57352948, 0.8845549, 0.299], abs=1e-8)
+    assert returns == pytest.approx([0.69856721, 0.69705248, 0.690505, 0.699], abs=1e-8)
+    # what was only cut bootstraps in any case
+    np.testing.assert_array_equal(one_episode(False, False), [advantages, returns])
+
+
+def brute_force(rewards, values, ended, gamma, gae_lambda):
+    """Advantages and Monte-Carlo returns of one trajectory, by their definitions."""
+    values = np.append(values[:-1], 0.0) if ended else values
+    rewards = rewards * (1 - gamma if gamma < 0.999 else 1)
+    T = len(rewards)
+    deltas = rewards + gamma * values[1:] - values[:-1]
+    advantages = [
+        sum((gamma * gae_lambda) ** (k - t) * deltas[k] for k in range(t, T)) for t in range(T)
+    ]
+    returns = [
+        sum(gamma ** (k - t) * rewards[k] for k in range(t, T)) + gamma ** (T - t) * values[-1]
+        for t in range(T)
+    ]
+    return np.array(advantages), np.array(returns)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_7_advantages_of_padded_episodes_are_the_brute_force_sums_of_each_alone(data):
+    lengths = np.array(data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4)))
+    gamma = data.draw(st.sampled_from([0.0, 0.9, 0.9995, 1.0]))
+    gae_lambda = data.draw(st.floats(0, 1))
+    bootstrap, lambda_returns = data.draw(st.booleans()), data.draw(st.booleans())
+    junk = data.draw(st.sampled_from([0.0, 1e9, np.nan]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    T, E = lengths.max(), len(lengths)
+    terminated, truncated = rng.random((2, E)) < 0.5
+    rewards, values = rng.normal(size=(T, E)), rng.normal(size=(T + 1, E))
+    obs, actions = np.zeros((T + 1, E, 1)), np.zeros((T, E, 1))
+    batch = Rollout(obs, actions, rewards, lengths, np.zeros(E, int), terminated, truncated)
+    rewards[~batch.valid] = junk
+    values[np.arange(T + 1)[:, None] > lengths] = junk
+    args = Args(
+        gamma=gamma, gae_lambda=gae_lambda, bootstrap_truncation=bootstrap,
+        lambda_returns=lambda_returns,
+    )  # fmt: skip
+    advantages, returns = script.advantages_and_returns(batch, values, args)
+    for e, n in enumerate(lengths):
+        ended = terminated[e] or (truncated[e] and not bootstrap)
+        expected = brute_force(rewards[:n, e], values[: n + 1, e], ended, gamma, gae_lambda)
+        np.testing.assert_allclose(advantages[:n, e], expected[0], atol=1e-10)
+        target = expected[0] + values[:n, e] if lambda_returns else expected[1]
+        np.testing.assert_allclose(returns[:n, e], target, atol=1e-10)
+
+
+def test_7_stack_pads_with_zeros_and_keeps_the_observation_after_the_last_step():
+    agent, _ = make_agent()
+    data = play(agent, (3, 1, 5))
+    assert data.lengths.tolist() == [3, 1, 5]
+    assert data.obs.shape == (6, 3, 3)
+    assert data.valid.sum(axis=0).tolist() == [3, 1, 5]
+    rows = np.arange(6)[:, None]
+    assert (data.obs[rows[:, 0] > 1, 1] == 0).all()
+    assert ((data.obs != 0).any(axis=-1) == (rows <= data.lengths)).all()
+    assert (data.rewards != 0).tolist() == data.valid.tolist()
+    assert (data.actions != 0).any(axis=-1).tolist() == data.valid.tolist()
+    assert data.terminated.tolist() == [True, False, True]
+    assert data.truncated.tolist() == [False, True, False]
+
+
+def test_7_padding_does_not_matter_to_learning():
+    results = []
+    for junk in (0.0, 1e9):
+        agent, args = make_agent(bootstrap_truncation=True)
+        data = play(agent)
+        data.obs[np.arange(len(data.obs))[:, None] > data.lengths] = junk
+        data.actions[~data.valid] = np.nan if junk else 0.0
+        data.rewards[~data.valid] = junk
+        script.update(agent, data, args)
+        results.append((parameters(agent), agent.obs_moments.mean, agent.replay[1]))
+    for clean, padded in zip(*results, strict=True):
+        assert torch.equal(clean, padded)
+
+
+def spied_update(monkeypatch, agent, data, args):
+    """The arguments that `update` gives fit_policy: features, actions, advantages."""
+    seen, plain = [], script.fit_policy
+
+    def spy(agent, *given):
+        seen.append([x.clone() for x in given[:3]])
+        return plain(agent, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(script, "fit_policy", spy)
+        script.update(agent, data, args)
+    return seen[0]
+
+
+def test_9_advantages_are_normalized_over_the_batch(monkeypatch):
+    agent, args = make_agent()
+    data = play(agent, (4, 2))
+    features = agent.features(torch.as_tensor(data.obs), torch.arange(5)[:, None].expand(5, 2))
+    values = agent.critic(features).squeeze(-1).double().detach().numpy()
+    raw = script.advantages_and_returns(data, values, args)[0][data.valid]
+    _, _, advantages = spied_update(monkeypatch, agent, data, args)
+    assert advantages.mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert advantages.std(correction=0).item() == pytest.approx(1.0, abs=1e-3)
+    expected = (raw - raw.mean()) / (np.sqrt(np.mean((raw - raw.mean()) ** 2)) + 1e-6)
+    np.testing.assert_allclose(advantages, expected, rtol=1e-5)
+    # rewards and values times 100, the same advantages
+    again, args = make_agent()
+    with torch.no_grad():
+        again.critic[-1].weight *= 100
+    _, _, scaled = spied_update(monkeypatch, again, play(again, (4, 2), scale=100.0), args)
+    np.testing.assert_allclose(scaled, advantages, rtol=1e-4, atol=1e-5)
+
+
+# --- 10 the scaler --------------------------------------------------------------------------------
+
+
+def test_10_moments_in_chunks_are_those_of_all():
+    x = np.random.default_rng(0).normal(5.0, [0.1, 1.0, 30.0], (500, 3))
+    moments, first = script.RunningMoments((3,)), 0
+    for size in (7, 93, 0, 250, 150):
+        moments.update(x[first : first + size])
+        first += size
+    np.testing.assert_allclose(moments.mean, x.mean(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(moments.var, x.var(axis=0), rtol=1e-12)
+    assert moments.count == 500
+
+
+def test_10_scale_and_time():
+    agent, _ = make_agent(3)
+    obs, time = torch.tensor([[5.0, 6.0, 1.0]]), torch.tensor([250])
+    assert agent.scale.tolist() == pytest.approx([3.3333333] * 3)  # nothing seen yet
+    features = agent.features(obs, time)[0].tolist()
+    assert features == pytest.approx([5 / 0.3, 6 / 0.3, 1 / 0.3, 0.25])
+    agent.obs_moments.update(np.array([[5.0, 4.0, 0.0], [5.0, 6.0, 200.0]]))  # deviations 0, 1, 100
+    agent.refresh_actor()
+    assert agent.scale.tolist() == pytest.approx([3.3333333, 0.3030303, 1 / 300.3])
+    features = agent.features(obs, time)[0].tolist()
+    assert features == pytest.approx([0.0, 1 / 3.3, -99 / 300.3, 0.25])
+    assert features[0] == 0.0
+
+
+def test_10_statistics_hold_for_a_batch(monkeypatch):
+    """Scaled as they were for acting, with those of the batches before."""
+    agent, args = make_agent()
+    first, second = play(agent), play(agent, seed=1)
+    features, _, _ = spied_update(monkeypatch, agent, first, args)
+    np.testing.assert_allclose(features[:, :-1], first.obs[:-1][first.valid] / 0.3, rtol=1e-6)
+    times = (0.001 * np.arange(50)[:, None] * np.ones(5))[first.valid]
+    np.testing.assert_allclose(features[:, -1], times, rtol=1e-6)
+    x = first.obs[:-1][first.valid].astype(np.float64)  # the last observations are not acted on
+    np.testing.assert_allclose(agent.obs_moments.mean, x.mean(axis=0))
+    np.testing.assert_allclose(agent.shift, x.mean(axis=0), rtol=1e-6)
+    features, _, _ = spied_update(monkeypatch, agent, second, args)
+    expected = (second.obs[:-1][second.valid] - x.mean(axis=0)) / (3 * (x.std(axis=0) + 0.1))
+    np.testing.assert_allclose(features[:, :-1], expected, rtol=1e-4, atol=1e-6)
+    assert agent.obs_moments.count == 216
+
+
+def test_10_warm_up_sets_the_scale_and_counts_for_nothing(tmp_path):
+    folder = tmp_path / "run"
+    args = parsed(f"--env-id Lottery-v0 --no-cuda --run-dir {folder}")
+    envs, agent, run = script.set_up(args)
+    taken = envs.backend.envs[0].unwrapped.taken
+    assert envs.backend.envs[0].episode == 4
+    assert envs.over.all()
+    assert agent.obs_moments.count == len(taken) > 5
+    assert agent.shift[1] > 1.0
+    assert run.global_step == run.iteration == 0
+    run.close("failed")
+    with open(folder / "episodes.csv") as file:
+        assert len(list(csv.reader(file))) == 1
+    torch.manual_seed(args.seed)
+    assert torch.equal(parameters(agent), parameters(Agent(envs, args)))
+    assert not any(adam.state for adam in agent.optimizers.values())
+
+
+# --- 11 sizes and initial values ------------------------------------------------------------------
+
+SIZES = {  # inputs, actions; policy: layers, rate, speed, parameters, entropy; value: the same
+    "InvertedPendulum":
+        (5, 1, (50, 22, 10), 1.919e-4, 2, 1665, 0.9189, (50, 15, 5), 2.582e-3, 1151),
+    "InvertedDoublePendulum":
+        (12, 1, (120, 34, 10), 1.543e-4, 2, 6037, 0.9189, (120, 24, 5), 2.041e-3, 4595),
+    "Reacher": (12, 2, (120, 48, 20), 1.299e-4, 4, 8398, 1.8379, (120, 24, 5), 2.041e-3, 4595),
+    "Swimmer": (9, 2, (90, 42, 20), 1.389e-4, 4, 5632, 1.8379, (90, 21, 5), 2.182e-3, 2927),
+    "Hopper": (12, 3, (120, 60, 30), 1.162e-4, 6, 10761, 2.7568, (120, 24, 5), 2.041e-3, 4595),
+    "HalfCheetah":
+        (18, 6, (180, 103, 60), 8.868e-5, 12, 28741, 5.5136, (180, 30, 5), 1.826e-3, 9011),
+    "Ant":
+        (112, 8, (1120, 299, 80), 5.205e-5, 16, 486515, 7.3515, (1120, 74, 5), 1.162e-3, 209895),
+    "Humanoid":
+        (377, 17, (3770, 800, 170), 3.182e-5, 35, 4581532, 15.622,
+         (3770, 137, 5), 8.544e-4, 1942383),
+}  # fmt: skip
+SIZES["Walker2d"], SIZES["HumanoidStandup"] = SIZES["HalfCheetah"], SIZES["Humanoid"]
+
+
+def layers(net) -> list[torch.nn.Linear]:
+    return [layer for layer in net if isinstance(layer, torch.nn.Linear)]
+
+
+@pytest.mark.parametrize("env", SIZES)
+def test_11_sizes_rates_and_entropy(env):
+    inputs, actions, hidden, rate, speed, count, entropy, *value = SIZES[env]
+    agent, _ = make_agent(inputs - 1, actions)
+    assert tuple(layer.out_features for layer in layers(agent.actor)) == (*hidden, actions)
+    assert agent.learning_rate == pytest.approx(rate, rel=1e-3)
+    assert agent.optimizers["policy"].param_groups[1]["speed"] == speed
+    assert len(parameters(agent.actor)) + speed * actions == count
+    assert agent.policy(torch.zeros(1, inputs)).entropy().item() == pytest.approx(entropy, abs=1e-4)
+    assert agent.std.tolist() == pytest.approx([0.6065307] * actions)
+    assert tuple(layer.out_features for layer in layers(agent.critic)) == (*value[0], 1)
+    group = agent.optimizers["value"].param_groups[0]
+    assert group["lr"] == pytest.approx(value[1], rel=1e-3)
+    assert len(parameters(agent.critic)) == value[2]
+    for adam in agent.optimizers.values():
+        for group in adam.param_groups:
+            settings = [group[name] for name in ("betas", "eps", "weight_decay", "amsgrad")]
+            assert settings == [(0.9, 0.999), 1e-8, 0, False]
+
+
+def test_11_the_authors_own_log_of_ten_inputs():
+    agent, _ = make_agent(9, 2)
+    assert [layer.out_features for layer in layers(agent.critic)] == [100, 22, 5, 1]
+    assert agent.optimizers["value"].param_groups[0]["lr"] == pytest.approx(0.00213, rel=2e-3)
+
+
+def test_11_size_rate_and_variance_can_be_given():
+    numbers = {"hid1_mult": 3, "policy_logvar": -2.0, "learning_rate": 1e-3}
+    agent, _ = make_agent(11, 3, value_learning_rate=2e-3, **numbers)
+    assert [layer.out_features for layer in layers(agent.actor)] == [36, 32, 30, 3]
+    assert [layer.out_features for layer in layers(agent.critic)] == [36, 13, 5, 1]
+    assert agent.learning_rate == 1e-3
+    assert agent.optimizers["value"].param_groups[0]["lr"] == 2e-3
+    assert agent.std.tolist() == pytest.approx([math.exp(-1)] * 3)
+
+
+def test_11_weights_are_normal_in_every_layer_and_biases_0():
+    agent, _ = make_agent(111, 8)
+    for net in (agent.actor, agent.critic):
+        for layer in layers(net):
+            assert (layer.bias == 0).all()
+            scaled = layer.weight.detach() * layer.in_features**0.5
+            error = 4 / (2 * scaled.numel()) ** 0.5
+            assert scaled.std(correction=0).item() == pytest.approx(1.0, abs=max(error, 0.01))
+    scaled = agent.actor[0].weight * 112**0.5
+    assert scaled.abs().max() > 4.0  # not truncated
+
+
+# --- the numpy actor, 16 its log-probabilities ----------------------------------------------------
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+@pytest.mark.parametrize("clip_obs", [0.0, 0.5])
+def test_16_act_is_the_torch_policy_before_and_after_an_update(discrete, clip_obs):
+    agent, args = make_agent(actions=4, discrete=discrete, clip_obs=clip_obs, learning_rate=0.01)
+    for seed in range(3):
+        obs = np.random.default_rng(seed).normal(1.0, 2.0, (200, 3)).astype(np.float32)
+        time, noise = np.arange(200) * 5, agent.noise(200)
+        with torch.no_grad():
+            features = agent.features(torch.as_tensor(obs), torch.as_tensor(time))
+            policy = agent.policy(features)
+            sampled = torch.as_tensor(agent.act(obs, time, noise))
+            log_prob = policy.log_prob(sampled).numpy()
+        likeliest = agent.act(obs, time)
+        if discrete:
+            assert (likeliest == policy.logprobs.argmax(-1).numpy()).all()
+            logits = policy.logprobs.numpy()
+            assert (sampled.numpy() == (logits + noise).argmax(axis=-1)).all()
+        else:
+            np.testing.assert_allclose(likeliest, policy.mean, atol=1e-5)
+            logvar = agent.actor_logvar.detach().numpy()
+            at_sampling = -0.5 * (noise**2 + logvar + np.log(2 * np.pi)).sum(axis=-1)
+            np.testing.assert_allclose(log_prob, at_sampling, atol=1e-4, rtol=1e-5)
+        _, again, entropy, value = agent.get_action_and_value(
+            torch.as_tensor(obs), sampled, torch.as_tensor(time)
+        )
+        np.testing.assert_allclose(again.detach(), log_prob, atol=1e-6)
+        torch.testing.assert_close(value, agent.critic(features).squeeze(-1))
+        torch.testing.assert_close(entropy, policy.entropy())
+        script.update(agent, play(agent, seed=seed), args)
+
+
+def test_16_samples_are_of_the_policys_distribution():
+    agent, _ = make_agent(actions=4, discrete=True)
+    obs = np.ones((40_000, 3), np.float32)
+    time = np.full(40_000, 100)
+    logprobs = policy_at(agent, agent.features(torch.ones(1, 3), torch.tensor([100]))).logprobs[0]
+    frequencies = np.bincount(agent.act(obs, time, agent.noise(40_000)), minlength=4) / 40_000
+    assert frequencies == pytest.approx(logprobs.exp().numpy(), abs=0.01)
+    with torch.no_grad():
+        sample = Categorical(logprobs.expand(40_000, 4)).sample()
+    assert (sample.bincount() / 40_000).tolist() == pytest.approx(logprobs.exp().tolist(), abs=0.01)
+    agent, _ = make_agent(actions=2, policy_logvar=0.7)
+    sample = agent.act(obs, time, agent.noise(40_000))
+    assert sample.dtype == np.float32
+    np.testing.assert_allclose(sample.mean(axis=0), agent.act(obs[:1], time[:1])[0], atol=0.03)
+    assert np.cov(sample.T) == pytest.approx(math.exp(0.7) * np.eye(2), abs=0.06)
+
+
+def test_16_values_before_both_updates_and_the_policys_first(monkeypatch):
+    agent, args = make_agent()
+    data, seen = play(agent), []
+    start = {net: parameters(net) for net in (agent.actor, agent.critic)}
+
+    def spy(name):
+        plain = getattr(script, name)
+
+        def spied(*given):
+            moved = [not torch.equal(start[net], parameters(net)) for net in start]
+            seen.append((name, *moved, given))
+            return plain(*given)
+
+        monkeypatch.setattr(script, name, spied)
+
+    for name in ("advantages_and_returns", "fit_policy", "fit_value"):
+        spy(name)
+    with torch.no_grad():
+        features = agent.features(torch.as_tensor(data.obs), torch.arange(51)[:, None].repeat(1, 5))
+        values = agent.critic(features).squeeze(-1).numpy()
+    script.update(agent, data, args)
+    assert [call[:3] for call in seen] == [
+        ("advantages_and_returns", False, False),
+        ("fit_policy", False, False),
+        ("fit_value", True, False),
+    ]
+    np.testing.assert_allclose(seen[0][3][1], values, atol=1e-6)
+    assert not torch.equal(start[agent.critic], parameters(agent.critic))
+
+
+def test_16_old_policy_is_frozen(monkeypatch):
+    agent, args = make_agent(early_stop=0.0)
+    seen, plain = [], policy_loss
+
+    def spy(policy, old, old_logprobs, *rest):
+        seen.append((old.mean, old.logvar, old_logprobs))
+        assert not any(x.requires_grad for x in seen[-1])
+        assert policy.mean.requires_grad
+        return plain(policy, old, old_logprobs, *rest)
+
+    monkeypatch.setattr(script, "policy_loss", spy)
+    data = policy_batch(agent)
+    before = agent.policy(data[0]).log_prob(data[1]).detach()
+    script.fit_policy(agent, *data, args)
+    assert len(seen) == 21
+    for old in seen:
+        assert all(torch.equal(x, y) for x, y in zip(old, seen[0], strict=True))
+        torch.testing.assert_close(old[2], before)
+
+
+# --- 14 the value function, 15 explained variance -------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "before", "full", "widths"),
+    [
+        (5000, 0, False, [263] * 19), (5000, 5000, False, [263] * 19),
+        (5000, 5000, True, [263] * 38 + [6]), (200, 0, False, [200]), (200, 90, False, [200]),
+        (255, 0, False, [255]), (511, 0, False, [511]), (512, 0, False, [256] * 2),
+        (700, 100, True, [350, 350, 100]),
+    ],
+)  # fmt: skip
+def test_14_value_schedule(size, before, full, widths):
+    args, rng = Args(full_value_epochs=full), np.random.default_rng(0)
+    rows = list(script.value_minibatches(size, before, args, rng))
+    assert [len(each) for each in rows] == widths * 10
+    passes = [torch.cat(rows[k * len(widths) : (k + 1) * len(widths)]) for k in range(10)]
+    for each in passes:
+        assert len(each.unique()) == len(each)
+        assert each.min() >= 0
+        assert each.max() < size + before
+    assert not torch.equal(passes[0], passes[1])
+    if full:
+        assert all(len(each) == size + before for each in passes)
+    else:  # of both batches in proportion
+        share = np.mean([(each >= size).float().mean().item() for each in passes])
+        assert share == pytest.approx(before / (size + before), abs=0.03)
+
+
+@pytest.mark.parametrize(("full", "second"), [(False, 190), (True, 390)])
+def test_14_value_steps_of_an_iteration(full, second):
+    agent, args = make_agent(full_value_epochs=full)
+    script.fit_value(agent, *value_batch(5000), args)
+    assert steps_taken(agent.optimizers["value"]) == (200 if full else 190)
+    first = steps_taken(agent.optimizers["value"])
+    script.fit_value(agent, *value_batch(5000, seed=1), args)
+    assert steps_taken(agent.optimizers["value"]) - first == second
+
+
+def test_14_replay_is_exactly_the_batch_before_with_its_old_scaling(monkeypatch):
+    agent, args = make_agent()
+    data = [play(agent, seed=seed) for seed in range(3)]
+    kept, seen, plain = [], [], script.fit_value
+
+    def spy(agent, features, returns, args):
+        seen.append((features.clone(), returns.clone()))
+        for old, now in zip(kept, agent.replay, strict=bool(kept)):
+            assert torch.equal(old, now)
+        metrics = plain(agent, features, returns, args)
+        kept[:] = seen[-1]
+        return metrics
+
+    monkeypatch.setattr(script, "fit_value", spy)
+    for k in range(3):
+        script.update(agent, data[k], args)
+        assert len(agent.replay[1]) == data[k].valid.sum() == 108
+        assert torch.equal(agent.replay[0], seen[k][0])
+        assert torch.equal(agent.replay[1], seen[k][1])
+    returns = np.zeros_like(data[2].rewards)
+    for e, n in enumerate(data[2].lengths):
+        returns[:n, e] = brute_force(data[2].rewards[:n, e], np.zeros(n + 1), True, 0.995, 1.0)[1]
+    np.testing.assert_allclose(agent.replay[1], returns[data[2].valid], atol=1e-6)
+
+
+def test_14_the_batch_before_is_learned_from():
+    far = torch.full((300, 4), 3.0), torch.full((300,), 2.0)
+    errors = []
+    for replay in ((), far):
+        agent, args = make_agent(value_epochs=60)
+        agent.replay = replay
+        script.fit_value(agent, *value_batch(300), args)
+        errors.append((agent.critic(far[0]).mean() - 2.0).abs().item())
+    assert errors[1] < 0.2 < errors[0]
+
+
+def test_15_explained_variance():
+    targets = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    assert script.explained_variance(targets, targets) == 1.0
+    assert script.explained_variance(targets, targets + 3.0) == pytest.approx(1.0)
+    assert abs(script.explained_variance(targets, torch.full((100,), 7.0))) < 1e-6
+    assert script.explained_variance(targets, 0.5 * targets) == pytest.approx(0.75)
+    assert math.isnan(script.explained_variance(torch.ones(3), torch.zeros(3)))
+    for wrong in (targets[:, None], targets[None], targets[:1]):
+        with pytest.raises(ValueError, match="targets"):
+            script.explained_variance(targets, wrong)
+
+
+def test_15_explained_variance_before_and_after_the_fit():
+    agent, args = make_agent()
+    features, returns = value_batch(600)
+    returns = returns + features[:, 0] + 0.5 * features[:, 1]
+    with torch.no_grad():
+        before = script.explained_variance(returns, agent.critic(features).squeeze(-1))
+    metrics = script.fit_value(agent, features, returns, args)
+    with torch.no_grad():
+        after = agent.critic(features).squeeze(-1)
+    assert metrics["losses/explained_variance"] == pytest.approx(before)
+    assert metrics["losses/explained_variance_after"] > before
+    expected = script.explained_variance(returns, after)
+    assert metrics["losses/explained_variance_after"] == pytest.approx(expected)
+    assert metrics["losses/value_loss"] == pytest.approx((after - returns).square().mean().item())
+
+
+# --- whole iterations, against plain loops --------------------------------------------------------
+
+
+class Plain:
+    """The algorithm a second time, as the specification has it, with the agent's first weights:
+    for Box actions, one episode and one row of everything after the other."""
+
+    def __init__(self, agent: Agent, seen: np.ndarray, speed: int, lr: float, value_lr: float):
+        self.actor, self.critic = (
+            [p.detach().clone().requires_grad_() for p in net.parameters()]
+            for net in (agent.actor, agent.critic)
+        )
+        self.rows = torch.zeros(speed, len(agent.actor_logvar), requires_grad=True)
+        self.adam = torch.optim.Adam([*self.actor, self.rows], lr=lr, eps=1e-8)
+        self.value_adam = torch.optim.Adam(self.critic, lr=value_lr, eps=1e-8)
+        self.lr, self.multiplier, self.beta, self.seen = lr, 1.0, 1.0, [seen]
+        self.replay = [torch.zeros(0, len(seen[0]) + 1), torch.zeros(0)]
+        self.rng = copy.deepcopy(agent.rng)
+
+    @staticmethod
+    def network(weights, x):
+        for k in range(0, len(weights) - 2, 2):
+            x = torch.tanh(x @ weights[k].T + weights[k + 1])
+        return x @ weights[-2].T + weights[-1]
+
+    def distribution(self, features) -> Normal:
+        return Normal(self.network(self.actor, features), (self.rows.sum(0) - 1.0).exp().sqrt())
+
+    def iterate(self, data: Rollout, gamma=0.995, lam=0.98, target=0.003):
+        before = np.concatenate(self.seen).astype(np.float64)
+        features, actions, advantages, returns = [], [], [], []
+        for e, n in enumerate(data.lengths):
+            obs = data.obs[:n, e]
+            scaled = (obs - before.mean(axis=0)) / (3 * (before.std(axis=0) + 0.1))
+            x = torch.tensor(np.column_stack([scaled, 0.001 * np.arange(n)])).float()
+            values = np.append(self.network(self.critic, x)[:, 0].detach().double().numpy(), 0.0)
+            advantage, value = brute_force(data.rewards[:n, e], values, True, gamma, lam)
+            features, actions = [*features, *x], [*actions, *data.actions[:n, e]]
+            advantages, returns = [*advantages, *advantage], [*returns, *value]
+            self.seen.append(obs)
+        step = np.concatenate([np.arange(n) for n in data.lengths])
+        order = np.argsort(step, kind="stable")  # rows lie step by step, as the script has them
+        features, actions = torch.stack(features)[order], torch.tensor(np.array(actions)[order])
+        advantages, returns = np.array(advantages)[order], np.array(returns)[order]
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-6)
+        self.fit_policy(features, actions, torch.tensor(advantages).float(), target)
+        self.fit_value(features, torch.tensor(returns).float())
+
+    def fit_policy(self, features, actions, advantages, target):
+        with torch.no_grad():
+            old = self.distribution(features)
+            old_logprobs = old.log_prob(actions).sum(-1)
+        self.adam.param_groups[0]["lr"] = self.lr * self.multiplier
+        for self.passes in range(1, 21):
+            new = self.distribution(features)
+            ratio = (new.log_prob(actions).sum(-1) - old_logprobs).exp()
+            kl = kl_divergence(old, new).sum(-1).mean()
+            loss = -(advantages * ratio).mean() + self.beta * kl
+            if kl > 2 * target:
+                loss = loss + 50 * (kl - 2 * target) ** 2
+            self.adam.zero_grad()
+            loss.backward()
+            self.adam.step()
+            with torch.no_grad():
+                self.kl = kl_divergence(old, self.distribution(features)).sum(-1).mean().item()
+            if self.kl > 4 * target:
+                break
+        if self.kl > 2 * target:
+            self.beta = min(35, 1.5 * self.beta)
+            self.multiplier /= 1.5 if self.beta > 30 and self.multiplier > 0.1 else 1
+        elif self.kl < target / 2:
+            self.beta = max(1 / 35, self.beta / 1.5)
+            self.multiplier *= 1.5 if self.beta < 1 / 30 and self.multiplier < 10 else 1
+
+    def fit_value(self, features, returns):
+        x, y = torch.cat([features, self.replay[0]]), torch.cat([returns, self.replay[1]])
+        batches = max(len(returns) // 256, 1)
+        width = len(returns) // batches
+        for _ in range(10):
+            order = self.rng.permutation(len(y))
+            for k in range(batches):
+                i = torch.tensor(order[k * width : (k + 1) * width])
+                loss = ((self.network(self.critic, x[i])[:, 0] - y[i]) ** 2).mean()
+                self.value_adam.zero_grad()
+                loss.backward()
+                self.value_adam.step()
+        self.replay = [features, returns]
+
+
+@pytest.mark.parametrize(("rate", "passes"), [(None, [20, 20, 20]), (7e-4, None)])
+def test_three_iterations_are_those_of_plain_loops(rate, passes):
+    agent, args = make_agent(3, 2, learning_rate=rate)
+    warm = np.random.default_rng(9).normal(1.0, 2.0, (40, 3)).astype(np.float32)
+    agent.obs_moments.update(warm)
+    agent.refresh_actor()
+    lr = rate or 9e-4 / math.sqrt(28)  # 40, 28, 20 and 40, 14, 5 units
+    plain = Plain(agent, warm, speed=4, lr=lr, value_lr=1e-2 / math.sqrt(14))
+    taken = []
+    for seed in range(3):
+        data = play(agent, (200, 31, 300, 1, 90), seed)  # 622 steps
+        plain.rng = copy.deepcopy(agent.rng)
+        metrics = script.update(agent, data, args)
+        plain.iterate(data)
+        taken.append(metrics["charts/policy_passes"])
+        assert taken[-1] == plain.passes
+        assert metrics["losses/kl"] == pytest.approx(plain.kl, rel=1e-3)
+        assert (agent.servo.beta, agent.servo.lr_multiplier) == (plain.beta, plain.multiplier)
+        for ours, theirs in ((agent.actor, plain.actor), (agent.critic, plain.critic)):
+            for p, q in zip(ours.parameters(), theirs, strict=True):
+                torch.testing.assert_close(p, q, atol=1e-5, rtol=0)
+        logvar = plain.rows.sum(0) - 1.0
+        torch.testing.assert_close(agent.actor_logvar, logvar, atol=1e-5, rtol=0)
+    assert taken == passes if passes else 1 < min(taken) < 20
+
+
+# --- rollouts -------------------------------------------------------------------------------------
+
+
+def playing(env_id="Lottery-v0", **args):
+    args = Args(env_id=env_id, **args)
+    envs = script.make_envs(args)
+    torch.manual_seed(0)
+    return Agent(envs, args), envs, Log(), args
+
+
+@pytest.mark.parametrize("num_envs", [1, 3, 8])
+def test_exactly_b_whole_episodes(num_envs):
+    agent, envs, log, args = playing(num_envs=num_envs, episodes_per_batch=8)
+    for k in range(1, 4):
+        data = script.rollout(agent, envs, log, args)
+        assert len(data.lengths) == 8
+        assert data.terminated.all()
+        assert not data.starts.any()
+        for e, n in enumerate(data.lengths):
+            assert data.obs[: n + 1, e, 1].tolist() == list(range(n + 1))
+        assert (data.rewards.sum(axis=0) == data.lengths).all()
+        assert len(log.rows) == 8 * k
+        assert sorted(row[1] for row in log.rows[-8:]) == sorted(data.lengths)
+        assert all(row[1] == row[2] for row in log.rows)
+        assert envs.over.all()
+    taken = sum(len(env.unwrapped.taken) for env in envs.backend.envs)
+    assert log.global_step == sum(row[2] for row in log.rows) == taken
+    assert sum(env.episode + 1 for env in envs.backend.envs) == 24
+
+
+def test_episodes_are_no_shorter_for_being_played_side_by_side():
+    means, batches, b = {}, 80, 8
+    for num_envs in (1, 4, 8):
+        agent, envs, log, args = playing(num_envs=num_envs, episodes_per_batch=b)
+        means[num_envs] = np.mean(
+            [script.rollout(agent, envs, None, args).lengths for _ in range(batches)]
+        )
+    error = np.std(np.arange(1, 51)) / (batches * b) ** 0.5
+    assert means == {n: pytest.approx(25.5, abs=3.5 * error) for n in means}
+    # the check can fail: the first b to end, of episodes that follow each other in n places
+    rng = np.random.default_rng(0)
+    for n in (4, 8):
+        lengths = rng.integers(1, 51, (batches, b, n))
+        first = np.argsort(lengths.cumsum(axis=1).reshape(batches, -1), axis=1)[:, :b]
+        taken = np.take_along_axis(lengths.reshape(batches, -1), first, axis=1)
+        assert taken.mean() < 25.5 - 3.5 * error
+
+
+def test_time_limit_is_told_from_an_end():
+    agent, envs, log, args = playing("Limit4-v0", episodes_per_batch=3)
+    data = script.rollout(agent, envs, log, args)
+    assert data.lengths.tolist() == [4] * 3
+    assert data.truncated.all()
+    assert not data.terminated.any()
+    assert (data.obs[4, :, 1] == 4).all()
+
+
+@pytest.mark.parametrize("env_id", ["Lottery-v0", "Choice-v0"])
+def test_stored_actions_are_those_acted_on_stored_observations(env_id):
+    """In order, with noise from the agent's own generator; Discrete actions count from `start`."""
+    agent, envs, log, args = playing(env_id, episodes_per_batch=3)
+    rng = copy.deepcopy(agent.rng)
+    data = script.rollout(agent, envs, log, args)
+    agent.rng = rng
+    for e, n in enumerate(data.lengths):
+        for t in range(n):
+            action = agent.act(data.obs[t, e : e + 1], np.array([t]), agent.noise(1))[0]
+            assert np.array_equal(action, data.actions[t, e])
+    (env,) = envs.backend.envs
+    acted = data.actions.swapaxes(0, 1)[data.valid.T]
+    shift = 5 if env_id == "Choice-v0" else 0
+    np.testing.assert_array_equal(np.array(env.unwrapped.taken), acted + shift)
+    assert shift == 0 or set(np.unique(acted)) == {0, 1, 2}
+
+
+def test_num_steps_go_on_where_the_iteration_before_stopped():
+    agent, envs, log, args = playing("Clock7-v0", num_envs=2, num_steps=5)
+    script.warm_up(agent, envs, args)
+    expected = [  # length, start and end of the trajectories of each environment
+        [(5, 0, False)], [(2, 5, True), (3, 0, False)], [(4, 3, True), (1, 0, False)],
+        [(5, 1, False)], [(1, 6, True), (4, 0, False)], [(3, 4, True), (2, 0, False)],
+        [(5, 2, True)], [(5, 0, False)],
+    ]  # fmt: skip
+    for k, trajectories in enumerate(expected):
+        data = script.rollout(agent, envs, log, args)
+        found = sorted(zip(data.lengths, data.starts, data.terminated, strict=True))
+        assert found == sorted(2 * trajectories)
+        assert data.valid.sum() == 10
+        assert log.global_step == 10 * (k + 1)
+        assert not data.truncated.any()
+        for e, n in enumerate(data.lengths):  # the observed time goes on as well
+            time = data.starts[e] + np.arange(n + 1)
+            assert data.obs[: n + 1, e, 1].tolist() == time.tolist()
+    assert [row[1:] for row in log.rows] == [(7.0, 7)] * len(log.rows)
+    assert len(log.rows) == 2 * 5
+
+
+def test_num_steps_time_features_count_from_the_episodes_start(monkeypatch):
+    agent, envs, log, args = playing("Clock7-v0", num_steps=5)
+    script.rollout(agent, envs, log, args)
+    data = script.rollout(agent, envs, log, args)
+    features, _, _ = spied_update(monkeypatch, agent, data, args)
+    expected = (0.001 * (data.starts + np.arange(3)[:, None]))[data.valid]
+    np.testing.assert_allclose(features[:, -1], expected, rtol=1e-6)
+    assert expected.max() == pytest.approx(0.006)
+
+
+# --- 17 checkpoints -------------------------------------------------------------------------------
+
+
+def same(one, other) -> bool:
+    """Equality in depth, of tensors to the bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@pytest.mark.parametrize(
+    ("flags", "half", "whole"),
+    [
+        ("-b 3 --num-envs 2", "-n 6", "-n 12"),
+        ("--num-steps 40 --num-envs 2 --servo learning-rate", "--total-timesteps 160",
+         "--total-timesteps 320"),
+        ("--env-id Choice-v0 -b 3 --num-minibatches 3 --learning-rate 0.02", "-n 6", "-n 12"),
+    ],
+)  # fmt: skip
+def test_17_resumed_run_is_the_uninterrupted_one(tmp_path, flags, half, whole):
+    folders = [tmp_path / "straight", tmp_path / "resumed"]
+    base = f"--env-id Lottery-v0 --no-cuda {flags} --run-dir"
+    script.train(parsed(f"{base} {folders[0]} {whole}"))
+    script.train(parsed(f"{base} {folders[1]} {half}"))
+    stopped = script.load_checkpoint(folders[1])
+    script.train(parsed(f"--resume {folders[1]} {whole}"))
+    straight, resumed = (script.load_checkpoint(folder) for folder in folders)
+    for key in ("agent", "training", "global_step", "iteration"):
+        assert same(straight[key], resumed[key]), key
+        assert not same(straight[key], stopped[key]), key
+    training = resumed["training"]
+    assert len(training["replay"]) == 2
+    assert set(training["optimizers"]) == {"policy", "value"}
+    assert training["servo"]["lr_multiplier"] != 1.0 or training["servo"]["beta"] != 1.0
+
+
+# --- departures -----------------------------------------------------------------------------------
+
+
+def test_clip_obs_limits_all_but_the_time():
+    agent, _ = make_agent(2, clip_obs=2.0)
+    features = agent.features(torch.tensor([[9.0, -9.0], [0.3, 0.0]]), torch.tensor([5000, 0]))
+    np.testing.assert_allclose(features, [[2.0, -2.0, 5.0], [1.0, 0.0, 0.0]], rtol=1e-6)
+    plain, _ = make_agent(2)
+    far = plain.features(torch.tensor([[9.0, -9.0]]), torch.tensor([5000]))[0].tolist()
+    assert far == pytest.approx([30.0, -30.0, 5.0])
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_clip_actions_is_what_the_environment_sees_alone(clip):
+    agent, envs, log, args = playing(clip_actions=clip, policy_logvar=2.0, episodes_per_batch=5)
+    data = script.rollout(agent, envs, log, args)
+    stored = data.actions.swapaxes(0, 1)[data.valid.T]
+    assert (np.abs(stored) > 1).any()
+    seen = np.array(envs.backend.envs[0].unwrapped.taken)
+    np.testing.assert_array_equal(seen, stored.clip(-1, 1) if clip else stored)
+
+
+def test_roll_back_takes_the_last_pass_back():
+    agent, args = make_agent(learning_rate=0.0007, roll_back=True)
+    metrics = script.fit_policy(agent, *policy_batch(agent), args)
+    passes = metrics["charts/policy_passes"]
+    assert 2 <= passes < 20
+    assert metrics["losses/kl"] > 0.012
+    assert agent.servo.beta == 1.5
+    before, args = make_agent(learning_rate=0.0007, update_epochs=passes - 1)
+    script.fit_policy(before, *policy_batch(before), args)
+    assert torch.equal(parameters(agent), parameters(before))
+    # nothing to take back
+    calm, args = make_agent(learning_rate=5e-5, roll_back=True)
+    other, _ = make_agent(learning_rate=5e-5)
+    script.fit_policy(calm, *policy_batch(calm), args)
+    script.fit_policy(other, *policy_batch(other), Args())
+    assert torch.equal(parameters(calm), parameters(other))
+
+
+@pytest.mark.parametrize(("minibatches", "size"), [(4, 301), (7, 5)])
+def test_num_minibatches_is_the_number_of_steps_of_a_pass(monkeypatch, minibatches, size):
+    agent, args = make_agent(num_minibatches=minibatches, update_epochs=3, early_stop=0.0)
+    data, seen, plain = policy_batch(agent, size), [], policy_loss
+
+    def spy(policy, old, old_logprobs, actions, advantages, *rest):
+        seen.append(advantages)
+        torch.testing.assert_close(old.log_prob(actions), old_logprobs)
+        return plain(policy, old, old_logprobs, actions, advantages, *rest)
+
+    monkeypatch.setattr(script, "policy_loss", spy)
+    script.fit_policy(agent, *data, args)
+    steps = min(minibatches, size)
+    assert steps_taken(agent.optimizers["policy"]) == 3 * steps
+    assert len(seen) == 3 * (1 + steps) + 1  # the whole batch before, between and after the passes
+    for k in range(3):
+        whole, *parts = seen[k * (1 + steps) : (k + 1) * (1 + steps)]
+        assert torch.equal(whole, data[2])
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        assert torch.equal(torch.cat(parts).sort()[0], whole.sort()[0])
+        assert not torch.equal(torch.cat(parts), whole)
+
+
+def test_num_minibatches_stop_and_adapt_by_the_whole_batch():
+    agent, args = make_agent(num_minibatches=5, learning_rate=0.005)
+    data = policy_batch(agent)
+    old = policy_at(agent, data[0])
+    metrics = script.fit_policy(agent, *data, args)
+    assert metrics["charts/policy_passes"] < 20
+    kl = old.kl(policy_at(agent, data[0])).mean().item()
+    assert metrics["losses/kl"] == pytest.approx(kl)
+    assert kl > 0.012
+    assert agent.servo.beta == 1.5
+
+
+def test_ent_coef_widens_the_policy():
+    policy = gaussian([[0.0, 0.0]] * 5, [[-1.0, -1.0]] * 5, requires_grad=True)
+    old = Gaussian(policy.mean.detach(), policy.logvar.detach())
+    actions = torch.zeros(5, 2)
+    given = old.log_prob(actions), actions, torch.zeros(5), servo()
+    policy_loss(policy, old, *given, 0.3)[0].backward()
+    torch.testing.assert_close(policy.logvar.grad.sum(0), torch.full((2,), -0.5 * 0.3).double())
+    agent, args = make_agent(ent_coef=0.01)
+    features, actions, _ = policy_batch(agent)
+    script.fit_policy(agent, features, actions, torch.zeros(300), args)
+    assert (agent.actor_logvar > -1.0).all()
+
+
+def test_orthogonal_init():
+    agent, _ = make_agent(11, 3, orthogonal_init=True)
+    for net, last in ((agent.actor, 0.01), (agent.critic, 1.0)):
+        *hidden, output = layers(net)
+        for layer, gain in [*((layer, 2**0.5) for layer in hidden), (output, last)]:
+            weight = layer.weight.detach()
+            weight = weight if len(weight) <= weight.shape[1] else weight.T
+            expected = gain**2 * torch.eye(len(weight))
+            torch.testing.assert_close(weight @ weight.T, expected, atol=1e-5, rtol=0)
+            assert (layer.bias == 0).all()
+
+
+# --- what is not finite ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["obs", "rewards"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nothing_is_learned_from_what_is_not_finite(what, value):
+    agent, args = make_agent()
+    script.update(agent, play(agent), args)
+    data = play(agent, seed=1)
+    getattr(data, what)[3, 0] = value
+    before = copy.deepcopy((agent.state_dict(), agent.replay, dataclasses.asdict(agent.servo)))
+    with pytest.raises(FloatingPointError, match="observation" if what == "obs" else "reward"):
+        script.update(agent, data, args)
+    assert same(before, (agent.state_dict(), agent.replay, dataclasses.asdict(agent.servo)))
+
+
+def test_loss_that_is_not_finite_is_an_error():
+    agent, args = make_agent()
+    features, actions, advantages = policy_batch(agent)
+    with pytest.raises(FloatingPointError, match="policy loss"):
+        script.fit_policy(agent, features, actions, advantages * np.inf, args)
+    with pytest.raises(FloatingPointError, match="value loss"):
+        script.fit_value(agent, features, advantages * np.inf, args)
+
+
+# --- 18 learning ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_18_inverted_pendulum_within_1000_episodes():
+    agent, envs, log, args = playing("InvertedPendulum-v4", episodes_per_batch=20)
+    script.warm_up(agent, envs, args)
+    kls, passes, best = [], [], 0.0
+    while len(log.rows) < 1000 and best < 950:
+        metrics = script.update(agent, script.rollout(agent, envs, log, args), args)
+        kls.append(metrics["losses/kl"])
+        passes.append(metrics["charts/policy_passes"])
+        best = np.mean([row[1] for row in log.rows[-20:]])
+    assert best >= 950
+    assert 0.002 < np.mean(kls) < 0.005
+    assert np.mean(np.array(passes) < 20) < 0.2
