@@ -9,7 +9,8 @@ mkdir -p "$RUNS"
 # Episodes per iteration as in the original's list, 5 where an episode has always 1000 steps.
 commands() { # variant, then the script's arguments, the environment first and the seed last
   for seed in 1 2 3 4 5; do
-    echo "default --env-id HalfCheetah-v4 --episodes-per-batch 5 --num-episodes 3000 --seed $seed"
+    episodes=$((seed <= 3 ? 3000 : 1000))
+    echo "default --env-id HalfCheetah-v4 --episodes-per-batch 5 --num-episodes $episodes --seed $seed"
     echo "default --env-id Swimmer-v4 --episodes-per-batch 5 --num-episodes 1000 --seed $seed"
     echo "default --env-id InvertedPendulum-v4 --num-episodes 1000 --seed $seed"
     echo "default --env-id CartPole-v1 --total-timesteps 200000 --seed $seed"
