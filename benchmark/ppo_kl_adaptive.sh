@@ -16,7 +16,7 @@ commands() { # variant, then the script's arguments, the environment first and t
     echo "default --env-id CartPole-v1 --total-timesteps 200000 --seed $seed"
   done
   for seed in 1 2 3; do
-    echo "default --env-id Hopper-v4 --num-episodes 5000 --seed $seed"
+    echo "default --env-id Hopper-v4 --num-episodes 3000 --seed $seed"
   done
 }
 
