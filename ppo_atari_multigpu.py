@@ -906,7 +906,22 @@ class World:
             torch.cuda.set_device(self.device)
         if self.size > 1:
             backend = args.backend or ("nccl" if alone_on_gpu else "gloo")
-            dist.init_process_group(backend, timeout=datetime.timedelta(minutes=10))
+            store = {"store": self.meet(), "rank": self.rank, "world_size": self.size}
+            dist.init_process_group(backend, timeout=datetime.timedelta(minutes=10), **store)
+
+    def meet(self) -> dist.Store:
+        """A store of these processes alone: torchrun's keeps the addresses of those before a
+        restart, https://github.com/pytorch/pytorch/issues/135712. Rank 0 names it."""
+        store, *_ = next(dist.rendezvous("env://", timeout=datetime.timedelta(minutes=10)))
+        mine = os.urandom(16).hex()
+        if self.rank == 0:
+            store.set("named", mine)
+            for rank in range(1, self.size):
+                store.set(store.get(f"{mine}/{rank}").decode(), mine)
+        while self.rank and not store.check([mine]):  # until rank 0 has answered
+            store.set(f"{store.get('named').decode()}/{self.rank}", mine)
+            time.sleep(0.05)
+        return dist.PrefixStore(mine if self.rank == 0 else store.get(mine).decode(), store)
 
     def share(self, total: int) -> slice:
         """Which of `total` environments are this process's."""
@@ -947,13 +962,14 @@ class World:
 
 @contextlib.contextmanager
 def stop_on_signals():
-    """Inside, the first SIGTERM or Ctrl-C only joins the list yielded; another one acts at once."""
+    """Inside, SIGTERM or Ctrl-C only joins the list yielded; a second Ctrl-C acts at once."""
     received = []
 
     def handler(number, frame):
         received.append(number)
-        signal.signal(number, before[number])
-        print("\nstopping after this iteration; once more: at once", file=sys.stderr, flush=True)
+        if number == signal.SIGINT:  # schedulers and launchers may each send a SIGTERM
+            signal.signal(number, before[number])
+        print("\nstopping after this iteration; Ctrl-C: at once", file=sys.stderr, flush=True)
 
     before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -971,17 +987,18 @@ def launcher() -> str:
 def after_restart(args: Args) -> Args:
     """When torchrun or Slurm starts a run again, it goes on from its last checkpoint: the one in
     --run-dir or, without that, of the newest run of this name, if the same launcher made it."""
-    names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    if args.resume or not any(int(os.environ.get(name) or 0) for name in names):
+    requeued = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    if args.resume or not (requeued or os.environ.get("TORCHELASTIC_RUN_ID")):
         return args
     if args.run_dir:
         found = list(args.run_dir.glob("checkpoint.pt"))
     else:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__*"
-        found = sorted(Path("runs").glob(f"{name}/checkpoint.pt"))[-1:]
+        found = sorted(Path("runs").glob(f"{name}/checkpoint.pt"))
+    if not (requeued and args.run_dir):
         found = [
             p for p in found if load_checkpoint(p.parent)["training"]["launcher"] == launcher()
-        ]
+        ][-1:]
     return dataclasses.replace(args, resume=found[0].parent, run_dir=None) if found else args
 
 

@@ -1073,13 +1073,14 @@ def compile_update(agent: Agent, device: torch.device):
 
 @contextlib.contextmanager
 def stop_on_signals():
-    """Inside, the first SIGTERM or Ctrl-C only joins the list yielded; another one acts at once."""
+    """Inside, SIGTERM or Ctrl-C only joins the list yielded; a second Ctrl-C acts at once."""
     received = []
 
     def handler(number, frame):
         received.append(number)
-        signal.signal(number, before[number])
-        print("\nstopping after this iteration; once more: at once", file=sys.stderr, flush=True)
+        if number == signal.SIGINT:  # schedulers and launchers may each send a SIGTERM
+            signal.signal(number, before[number])
+        print("\nstopping after this iteration; Ctrl-C: at once", file=sys.stderr, flush=True)
 
     before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
