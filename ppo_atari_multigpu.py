@@ -616,7 +616,8 @@ def update(
 
 @torch.no_grad()
 def rollout(agent: Agent, envs: Envs, run, args: Args, world: "World") -> Rollout:
-    """Take `num_steps` steps in every environment, going on where the last rollout stopped."""
+    """Take `num_steps` steps in every environment, going on where the last rollout stopped
+    (detail 1)."""
     T, N, which = args.num_steps, len(envs.obs), world.share(args.num_envs)
     obs = torch.empty((T, *envs.obs.shape), dtype=torch.uint8, device=world.device)
     logprobs, actions, values = [], [], []
@@ -867,7 +868,7 @@ def evaluate(args: Args) -> list[float]:
 # --- training -------------------------------------------------------------------------------------
 
 
-def compile_networks(agent: Agent, args: Args):
+def compile_agent(agent: Agent, args: Args):
     """torch.compile policy and gradient; go on without where no compiler works."""
     options = {"triton.cudagraphs": True} if args.cudagraphs else {}
     try:
@@ -1021,7 +1022,7 @@ def set_up(args: Args, world: World):
         agent.optimizer.restore(checkpoint["training"]["optimizer"])
     world.broadcast(agent.optimizer.parameters)
     if args.compile or args.cudagraphs:
-        compile_networks(agent, args)
+        compile_agent(agent, args)
     if world.rank:
         return envs, agent, Follower(checkpoint)
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"

@@ -557,7 +557,7 @@ def one_update(flags: str, device: str = "cpu") -> torch.Tensor:
     agent = make_agent(args).to(device)
     agent.optimizer = script.FlatAdam(agent)
     if args.compile or args.cudagraphs:
-        script.compile_networks(agent, args)
+        script.compile_agent(agent, args)
     data = synthetic(6)
     tensors = {k: x.to(device) for k, x in data._asdict().items() if isinstance(x, torch.Tensor)}
     world = script.World(args)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ["ppo", "ppo_continuous_action", "ppo_cma", "ppo_kl_adaptive"]
+SCRIPTS = ["ppo", "ppo_continuous_action", "ppo_cma", "ppo_kl_adaptive", "ppo_atari_multigpu"]
 
 # Names that two scripts give to different things, on purpose. All else of one name is one text.
 DIFFERENT = {
@@ -35,6 +35,16 @@ KL_ADAPTIVE = {  # what of ppo_kl_adaptive differs from every other script's
 DIFFERENT["ppo", "ppo_kl_adaptive"] = KL_ADAPTIVE | {"Envs", "Rollout"}
 DIFFERENT["ppo_continuous_action", "ppo_kl_adaptive"] = KL_ADAPTIVE | {"Envs", "Rollout", "NEEDS"}
 DIFFERENT["ppo_cma", "ppo_kl_adaptive"] = KL_ADAPTIVE | {"EnvPoolEnvs", "load_agent"}
+ATARI = {  # what of ppo_atari_multigpu differs from every other script's
+    "Args", "CHANGEABLE", "NO_EFFECT", "BOUNDS", "check",
+    "Agent", "update", "rollout",
+    "load_agent", "training_state", "evaluate", "set_up", "train",
+}  # fmt: skip
+CLIPPED = {"Envs", "Rollout", "Batch", "ppo_loss"}  # pixels, processes
+DIFFERENT["ppo", "ppo_atari_multigpu"] = ATARI | CLIPPED
+DIFFERENT["ppo_continuous_action", "ppo_atari_multigpu"] = ATARI | CLIPPED | {"NEEDS"}
+DIFFERENT["ppo_cma", "ppo_atari_multigpu"] = ATARI | {"Batch", "ppo_loss"}
+DIFFERENT["ppo_kl_adaptive", "ppo_atari_multigpu"] = ATARI | {"Envs", "Rollout"}
 
 
 def blocks(script: str) -> dict[str, str]:
@@ -56,8 +66,10 @@ def test_blocks_of_one_name_are_one_text(pair):
     shared = first.keys() & second.keys()
     differ = {name for name in shared if first[name] != second[name]}
     assert differ == DIFFERENT[pair]
-    plumbing = {"Run", "fail", "parse_args", "build_env", "episode_seed", "gae", "savable"}
+    plumbing = {"Run", "fail", "parse_args", "episode_seed", "gae", "savable"}
     plumbing |= {"save_checkpoint", "load_checkpoint", "stop_on_signals"}
+    if "ppo_atari_multigpu" not in pair:
+        plumbing.add("build_env")
     assert plumbing <= shared - differ
 
 
@@ -74,10 +86,12 @@ def test_sections_in_their_order(script):
     assert max(map(len, text.splitlines())) <= 100
 
 
-DETAILS = {  # of the 37 of Huang et al. 2022; the rest are for pixels and recurrent networks
+DETAILS = {  # of the 37 of Huang et al. 2022; the rest are for recurrent networks and others
     "ppo": [f"detail {n}" for n in range(1, 14)] + ["MultiDiscrete detail 1"],
     "ppo_continuous_action": [f"detail {n}" for n in range(1, 14)]
     + [f"continuous detail {n}" for n in range(1, 10)],
+    "ppo_atari_multigpu": [f"detail {n}" for n in range(1, 13)]
+    + [f"Atari detail {n}" for n in range(1, 10)],
 }
 
 
@@ -87,7 +101,7 @@ def test_implementation_details_can_be_found(script):
     code = " ".join(text[text.index("class Args") :].split())
     marked = []
     for kind, numbers in re.findall(
-        r"((?:continuous |MultiDiscrete )?)details? ((?:\d+, )*\d+)", code.replace("# ", "")
+        r"((?:continuous |MultiDiscrete |Atari )?)details? ((?:\d+, )*\d+)", code.replace("# ", "")
     ):
         marked += [f"{kind}detail {number}" for number in numbers.split(", ")]
     assert sorted(marked) == sorted(DETAILS[script])  # each once
