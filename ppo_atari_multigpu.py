@@ -339,16 +339,14 @@ class Envs:
 
 class FlatAdam:
     """Adam (Kingma & Ba 2015, algorithm 1; eps 1e-5: detail 3) over all parameters of a module
-    as one vector [P]. They become views of it: one tensor to clip, compile and step, not many."""
+    as one vector [P]. They become views of it: one tensor to add up, clip and step, not many."""
 
     def __init__(self, module: nn.Module):
         parameters = list(module.parameters())
         self.parameters = nn.utils.parameters_to_vector(parameters).detach()
         nn.utils.vector_to_parameters(self.parameters, parameters)
         self.shapes = {name: p.shape for name, p in module.named_parameters()}
-        self.exp_avg = torch.zeros_like(self.parameters)
-        self.exp_avg_sq = torch.zeros_like(self.parameters)
-        self.steps = torch.zeros((), device=self.parameters.device)
+        self.adam = torch.optim.Adam([self.parameters], eps=1e-5, fused=True)
 
     def named(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
         """A vector [P] as the module's named parameters."""
@@ -359,19 +357,15 @@ class FlatAdam:
         }
 
     def step(self, grad: torch.Tensor, learning_rate: torch.Tensor):
-        self.steps += 1.0
-        self.exp_avg.lerp_(grad, 0.1)  # betas 0.9 and 0.999
-        self.exp_avg_sq.mul_(0.999).addcmul_(grad, grad, value=0.001)
-        mean = self.exp_avg / (1.0 - 0.9**self.steps)
-        square = self.exp_avg_sq / (1.0 - 0.999**self.steps)
-        self.parameters -= learning_rate * mean / (square.sqrt() + 1e-5)
+        self.parameters.grad = grad
+        self.adam.param_groups[0]["lr"] = learning_rate
+        self.adam.step()
 
-    def state(self) -> dict[str, torch.Tensor]:
-        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "steps": self.steps}
+    def state(self) -> dict:
+        return self.adam.state_dict()
 
-    def restore(self, state: dict[str, torch.Tensor]):
-        for name, value in self.state().items():
-            value.copy_(state[name])
+    def restore(self, state: dict):
+        self.adam.load_state_dict(state)
 
 
 def layer_init(layer: nn.Linear, gain: float = math.sqrt(2)) -> nn.Linear:
@@ -515,20 +509,19 @@ def ppo_loss(agent: Agent, parameters: dict[str, torch.Tensor], batch: Batch, to
 
 
 def minibatch_grad(agent: Agent, minibatch: Batch, total: torch.Tensor, args: Args):
-    """This process's share of the gradient and the METRICS, as one vector [P + 6] to add up."""
+    """This process's share of the gradient [P] and of the METRICS [6], to add up."""
     parameters = agent.optimizer.parameters.detach().requires_grad_()
     loss, metrics = ppo_loss(agent, agent.optimizer.named(parameters), minibatch, total, args)
     (grad,) = torch.autograd.grad(loss, parameters)
-    return torch.cat([grad, torch.stack(metrics).detach()])
+    return grad, torch.stack(metrics).detach()
 
 
-def apply_grad(agent: Agent, summed: torch.Tensor, learning_rate: torch.Tensor, args: Args):
-    """One step of Adam with the gradient of all processes [P + 6]; METRICS [7]."""
-    grad, metrics = summed[: -len(METRICS) + 1], summed[-len(METRICS) + 1 :]
+def apply_grad(agent: Agent, grad: torch.Tensor, learning_rate: torch.Tensor, args: Args):
+    """One step of Adam with the gradient of all processes [P]; its norm, before clipping."""
     norm = grad.norm()  # over all parameters (detail 11)
-    grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+    grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
     agent.optimizer.step(grad, learning_rate)
-    return torch.cat([metrics, norm[None]])
+    return norm
 
 
 def minibatch_rows(iteration: int, which: slice, args: Args) -> list[list[np.ndarray]]:
@@ -584,21 +577,24 @@ def update(
     ]
     moments = iter(advantage_moments(batch, [rows for epoch in epochs for rows in epoch], world))
     learning_rate = torch.tensor(learning_rate, device=device)
-    metrics = []
+    metrics = []  # of each epoch: METRICS [minibatches, 7]
     for epoch in epochs:
+        shares, norms = [], []
         for rows in epoch:
             minibatch = Batch(*(x[rows] for x in batch))
             mean, std, total = next(moments)
             if args.norm_adv:  # detail 7
                 normal = (minibatch.advantages - mean) / (std + 1e-8)
                 minibatch = minibatch._replace(advantages=normal)
-            summed = world.sum(agent.minibatch_grad(agent, minibatch, total, args))
-            metrics.append(apply_grad(agent, summed, learning_rate, args))
-        if args.target_kl is not None:
-            kl = torch.stack(metrics[-len(epoch) :])[:, METRICS.index("approx_kl")].mean()
-            if kl > args.target_kl:
-                break
-    means = torch.stack(metrics).mean(dim=0).cpu()
+            grad, share = agent.minibatch_grad(agent, minibatch, total, args)
+            norms.append(apply_grad(agent, world.sum(grad), learning_rate, args))
+            shares.append(share.clone())  # the next replay of a CUDA graph overwrites it
+        summed = world.sum(torch.stack(shares))
+        metrics.append(torch.cat([summed, torch.stack(norms).unsqueeze(-1)], dim=-1))
+        kl = metrics[-1][:, METRICS.index("approx_kl")].mean()
+        if args.target_kl is not None and kl > args.target_kl:
+            break
+    means = torch.cat(metrics).mean(dim=0).cpu()
     bad = [name for name, mean in zip(METRICS, means, strict=True) if not mean.isfinite()]
     if bad or not agent.optimizer.parameters.isfinite().all():
         raise FloatingPointError(f"{', '.join(bad) or 'a parameter'} is not finite")

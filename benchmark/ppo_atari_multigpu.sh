@@ -19,6 +19,6 @@ one() { # variant, environment, seed, further arguments
   fi
 }
 
-one default Pong-v5 1 --bf16 --learning-rate 5e-4 --total-timesteps 1500000
+one default Pong-v5 1 --bf16 --num-minibatches 16 --update-epochs 3 --learning-rate 5e-4 --total-timesteps 1500000
 python benchmark/curves.py collect "$RUNS"/default/Pong-v5-*/ --variant default
 python benchmark/speed_atari.py --env-id Pong-v5 # on a machine that does nothing else

@@ -40,7 +40,7 @@ ATARI = {  # what of ppo_atari_multigpu differs from every other script's
     "Agent", "update", "rollout",
     "load_agent", "training_state", "evaluate", "set_up", "train",
 }  # fmt: skip
-CLIPPED = {"Envs", "Rollout", "Batch", "ppo_loss"}  # pixels, processes
+CLIPPED = {"FlatAdam", "Envs", "Rollout", "Batch", "ppo_loss"}  # pixels, processes
 DIFFERENT["ppo", "ppo_atari_multigpu"] = ATARI | CLIPPED
 DIFFERENT["ppo_continuous_action", "ppo_atari_multigpu"] = ATARI | CLIPPED | {"NEEDS"}
 DIFFERENT["ppo_cma", "ppo_atari_multigpu"] = ATARI | {"Batch", "ppo_loss"}
