@@ -854,6 +854,7 @@ class Run:
             "git_dirty": bool(git("status", "--porcelain")) if has_git else None,
             "source_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
             "hardware": {"cpu": cpu, "cores": os.cpu_count(), "gpu": gpu},
+            "processes": int(os.environ.get("WORLD_SIZE", 1)),
         }
         temporary = self.folder / "run.json.tmp"
         temporary.write_text(json.dumps(content | more, indent=2) + "\n")

@@ -4,6 +4,7 @@
     python benchmark/curves.py report                         # -> results/ppo_cma.md and .png
     python benchmark/curves.py table                          # -> results/ppo.md and .png
     python benchmark/curves.py episodes                       # -> results/ppo_kl_adaptive.md, .png
+    python benchmark/curves.py atari                          # -> ppo_atari_multigpu.md, .png
 
 `collect` copies each run's episodes.csv, compressed, and its run.json to
 results/<env>/<script>/<variant>-s<seed>, and plays episodes with the mean action, whose returns
@@ -433,8 +434,65 @@ def draw_episodes(curves: dict[str, list[Batches]]):
     plt.close(figure)
 
 
+GOALS = {"Pong-v5": (0, 10, 18, 20), "Breakout-v5": (10, 50, 100, 200)}  # scores
+
+
+def last_games(scores: np.ndarray, games: int = 100) -> np.ndarray:
+    """Mean of each score [episodes] and those before it, of at most `games`."""
+    sums = np.concatenate([[0.0], np.cumsum(scores)])
+    ends = np.arange(1, len(scores) + 1)
+    starts = np.maximum(0, ends - games)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def atari():
+    """Write results/ppo_atari_multigpu.md and results/ppo_atari_multigpu.png."""
+    import matplotlib.pyplot as plt
+
+    script = "ppo_atari_multigpu"
+    found = {path.parts[-3] for path in RESULTS.glob(f"*/{script}/default-s*.json")}
+    env_ids = [env_id for env_id in GOALS if env_id in found]
+    lines = ["# ppo_atari_multigpu.py\n"]
+    lines.append(
+        "Raw scores of whole games, without sticky actions. Training: mean of the last 100 games, "
+        "drawn actions. Greedy: 20\ngames of the final policy, mean and standard deviation. Hours "
+        "are of training. Arguments, versions and hardware of\neach run: the .json beside its "
+        "table.\n"
+    )
+    lines.append("| game | seed | processes | steps | hours | training | greedy | commit |")
+    lines.append("|---|---|---|---|---|---|---|---|")
+    reached = ["", "| game | seed | steps to a mean over 100 games of |", "|---|---|---|"]
+    size = (5.2 * len(env_ids), 3.6)
+    figure, axes = plt.subplots(1, len(env_ids), figsize=size, squeeze=False, layout="constrained")
+    for env_id, axis in zip(env_ids, axes[0], strict=True):
+        for info, steps, scores in sorted(runs(env_id, script), key=lambda run: run[0]["seed"]):
+            means, played = last_games(scores), info["evaluation"]
+            cells = [env_id, info["seed"], info["processes"], f"{int(steps[-1]):,}"]
+            cells += [f"{info['wall_seconds'] / 3600:.1f}", f"**{means[-1]:.1f}**"]
+            cells += [f"{np.mean(played):.1f} +- {np.std(played):.1f}", info["git_commit"][:7]]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+            firsts = []
+            for goal in GOALS[env_id]:
+                above = np.flatnonzero((means >= goal) & (np.arange(len(means)) >= 99))
+                step = f"{steps[above[0]] / 1e6:.2f}M" if len(above) else "not reached"
+                firsts.append(f"{goal}: {step}")
+            reached.append(f"| {env_id} | {info['seed']} | {', '.join(firsts)} |")
+            axis.plot(steps / 1e6, scores, ".", color=BLUE, ms=2, alpha=0.25)
+            axis.plot(steps / 1e6, means, color=BLUE, linewidth=1.8)
+        axis.set(title=env_id, xlabel="environment steps (millions)", ylabel="raw score of a game")
+        axis.set_xlim(left=0)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    names = ("a training game", "mean of the last 100")
+    figure.legend(axes[0, 0].lines[:2], names, loc="outside lower center", ncols=2, frameon=False)
+    figure.savefig(RESULTS / f"{script}.png", dpi=140)
+    text = "\n".join(lines + reached) + "\n"
+    (RESULTS / f"{script}.md").write_text(text)
+    print(text, end="")
+
+
 if __name__ == "__main__":
     tyro.extras.subcommand_cli_from_dict(
-        {"collect": collect, "report": report, "table": table, "episodes": episodes},
+        {f.__name__: f for f in (collect, report, table, episodes, atari)},
         description=__doc__,
     )
