@@ -1,0 +1,23 @@
+"""Run, report, compare, measure and tune: one command for all numbers of this project.
+
+    python -m benchmark run --env-ids Hopper-v4 HalfCheetah-v4 --num-seeds 5 --workers 2 \\
+        --command "python ppo_continuous_action.py --total-timesteps 1000000"
+    python -m benchmark report runs/benchmark --output runs/report
+    python -m benchmark compare runs/before runs/after
+    python -m benchmark speed --command "python ppo_continuous_action.py --env-id HalfCheetah-v4"
+    python -m benchmark tune --command "python ppo.py --total-timesteps 50000" \\
+        --env-ids CartPole-v1 --search "learning-rate log 1e-5 1e-2" --study runs/tune
+"""
+
+import tyro
+
+from benchmark.run import run
+
+
+def main():
+    verbs = {verb.__name__: verb for verb in (run,)}
+    tyro.extras.subcommand_cli_from_dict(verbs, prog="python -m benchmark", description=__doc__)
+
+
+if __name__ == "__main__":
+    main()

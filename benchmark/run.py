@@ -1,0 +1,511 @@
+"""Train scripts on environments with seeds: `python -m benchmark run`.
+
+Every job has a folder, runs-dir/<env>/<script>/<variant>-s<seed>:
+
+    job.json         the command, and how it ended
+    run/             the script's own run folder
+    log.txt          what the script said
+    evaluation.json  returns of the final policy
+    lock             held by the job's processes as long as one of them lives
+
+All state is in these files: a command given again skips what is finished, resumes what was cut off,
+tries again what failed, and waits for what another command, or a killed one, left running.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from benchmark import data
+
+HERE = Path(__file__).resolve().parent
+STOPPED = {-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT}
+PLACES = ("{env_id}", "{seed}", "{run_dir}")  # in the command of a program that is not ours
+
+
+def fail(message: str):
+    print(f"benchmark run: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def write_json(path: Path, content: dict):
+    """Whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def tail(path: Path, lines: int = 6, size: int = 4000) -> list[str]:
+    """A text file's last lines that hold anything."""
+    if not path.exists():
+        return []
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - size))
+        text = file.read().decode(errors="replace").replace("\r", "\n")
+    return [line for line in text.splitlines() if line.strip()][-lines:]
+
+
+def script_at(words: list[str]) -> int:
+    """Where in a command the script's name stands."""
+    found = [i for i, word in enumerate(words) if word.endswith(".py")]
+    if not found:
+        fail(f"--command {shlex.join(words)!r}: names no script (a word that ends with .py)")
+    return found[0]
+
+
+def executable(words: list[str]) -> list[str]:
+    """A command with this Python, whatever `python` or `torchrun` is on the path."""
+    if words[0] in ("python", "python3"):
+        return [sys.executable, *words[1:]]
+    if words[0] == "torchrun":
+        return [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+    return words
+
+
+# --- one job, in a process of its own -------------------------------------------------------------
+
+
+def locked(folder: Path) -> bool:
+    """Whether a process of this job lives."""
+    with open(folder / "lock", "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@dataclass
+class Work:
+    """What the process of a job does: train or go on, play the final policy, leave a table."""
+
+    folder: Path
+    results: Path | None
+
+    def __call__(self):
+        path = self.folder / "job.json"
+        with open(self.folder / "lock", "a") as self.lock:
+            fcntl.flock(self.lock, fcntl.LOCK_EX)
+            job = json.loads(path.read_text())
+            if job["done"]:
+                return
+            write_json(path, job | {"reason": ""})
+            reason = self.train(job)
+            if reason is None:
+                reason = self.finish(job)
+            write_json(path, job | {"done": reason is None, "reason": reason or ""})
+
+    def start(self, words: list[str]) -> int:
+        """Run a command to its end; its exit code. SIGTERM is handed on to it."""
+        with open(self.folder / "log.txt", "a") as log:
+            log.write(f"$ {shlex.join(words)}\n")
+            log.flush()
+            self.process = subprocess.Popen(
+                executable(words), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env={"OMP_NUM_THREADS": "1"} | os.environ, start_new_session=True,
+                pass_fds=[self.lock.fileno()],
+            )  # fmt: skip
+            with contextlib.suppress(ValueError):  # not in the main thread
+                signal.signal(signal.SIGTERM, lambda *_: self.process.terminate())
+            return self.process.wait()
+
+    def train(self, job: dict) -> str | None:
+        """Why this did not end well, None if it did; "" if it was stopped."""
+        words, run = shlex.split(job["command"]), self.folder / "run"
+        if data.read_json(run / "run.json").get("status") == "finished":
+            return None
+        if job["foreign"] or not (run / "checkpoint.pt").exists():
+            shutil.rmtree(run, ignore_errors=True)
+        else:
+            words = [*words[: script_at(words) + 1], "--resume", str(run)]
+        code = self.start(words)
+        if code == 0 and (
+            job["foreign"] or data.read_json(run / "run.json").get("status") == "finished"
+        ):
+            return None
+        if code in STOPPED:
+            return ""
+        said = tail(self.folder / "log.txt", 1)
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"{how}: {said[0].strip()}" if said else how
+
+    def finish(self, job: dict) -> str | None:
+        """Play and write the table; why this did not end well, None if it did."""
+        words, returns = shlex.split(job["command"]), []
+        if job["eval_episodes"]:
+            script = words[script_at(words)]
+            flags = ["--evaluate", str(self.folder / "run"), "--eval-episodes"]
+            before = (self.folder / "log.txt").stat().st_size
+            code = self.start(["python", script, *flags, str(job["eval_episodes"])])
+            if code:
+                return "" if code in STOPPED else f"its evaluation ended with exit code {code}"
+            with open(self.folder / "log.txt", "rb") as log:
+                log.seek(before)
+                played = log.read().decode(errors="replace")
+            found = re.findall(r"eval_episode=\d+, episodic_return=(\S+)", played)
+            returns = [float(episodic_return) for episodic_return in found]
+            write_json(self.folder / "evaluation.json", {"returns": returns})
+        if self.results:
+            data.commit(self.folder / "run", job, returns, self.results)
+        return None
+
+    def checkpoint(self):
+        """On Slurm's warning: stop the script, which saves, and be queued again."""
+        from submitit.helpers import DelayedSubmission
+
+        self.process.terminate()
+        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        return DelayedSubmission(Work(self.folder, self.results))
+
+
+# --- all jobs -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Job:
+    """A job as the command that watches it sees it."""
+
+    name: str
+    folder: Path
+    handle: object = None  # submitit's, of a job on this machine
+    slurm_id: str = ""
+    gpus: tuple[int, ...] = ()
+    tries: int = 0  # by this command
+    seen: tuple[float, int] | None = None  # when it was first seen running, and its step then
+
+    def read(self) -> dict:
+        return json.loads((self.folder / "job.json").read_text())
+
+    def step(self) -> int:
+        """Environment steps so far."""
+        last = tail(self.folder / "run" / "episodes.csv", 1, 200)
+        head = last[0].partition(",")[0] if last else ""
+        return int(head) if head.isdigit() else 0
+
+    def total(self) -> int:
+        args = data.read_json(self.folder / "run" / "run.json").get("args", {})
+        return int(args.get("total_timesteps") or 0)
+
+
+class Local:
+    """Processes on this machine, `workers` at once, each with its share of the GPUs."""
+
+    def __init__(self, folder: Path, workers: int, gpus: list[int], gpus_per_job: int):
+        from submitit import LocalExecutor
+
+        if gpus_per_job > len(gpus) and gpus:
+            fail(f"--gpus-per-job {gpus_per_job}: there are {len(gpus)}, {gpus}")
+        self.executor = LocalExecutor(folder / "submitit")
+        self.workers, self.all_gpus, self.gpus_per_job = workers, gpus, gpus_per_job
+
+    def submit(self, waiting: list[Job], active: list[Job], results: Path | None) -> list[Job]:
+        """Start as many as there is room for; those started."""
+        started = []
+        for job in waiting[: max(0, self.workers - len(active))]:
+            taken = [gpu for other in [*active, *started] for gpu in other.gpus]
+            free = sorted(self.all_gpus, key=taken.count)  # the least used first
+            job.gpus = tuple(free[: self.gpus_per_job])
+            self.executor.update_parameters(
+                gpus_per_node=len(job.gpus), visible_gpus=job.gpus, timeout_min=10**6
+            )
+            # Ctrl-C is for this process, which then asks the jobs to stop
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            job.handle = self.executor.submit(Work(job.folder, results))
+            signal.signal(signal.SIGINT, before)
+            started.append(job)
+        return started
+
+    def ended(self, active: list[Job]) -> list[Job]:
+        return [
+            j for j in active if not (j.handle and not j.handle.done()) and not locked(j.folder)
+        ]
+
+    def stop(self, active: list[Job]) -> str:
+        for job in active:
+            if job.handle:
+                job.handle._process.terminate()
+        while any(locked(job.folder) for job in active):
+            time.sleep(0.2)
+        return "stopped; the same command goes on"
+
+
+class Slurm:
+    """A Slurm array; what is cancelled and requeued, or warned of its time limit, goes on."""
+
+    def __init__(self, folder: Path, workers: int, options: dict):
+        from submitit import SlurmExecutor
+
+        try:
+            self.executor = SlurmExecutor(folder / "submitit", max_num_timeout=1000)
+        except RuntimeError as error:
+            fail(f"--cluster slurm: {error}")
+        given = {name: value for name, value in options.items() if value is not None}
+        requeue = {"requeue": True}
+        self.executor.update_parameters(
+            array_parallelism=workers, additional_parameters=requeue, **given
+        )
+        self.asked, self.queue = 0.0, set()
+
+    def queued(self) -> set[str]:
+        """Ids of this user's jobs that wait or run; asked for every few seconds at most."""
+        if time.time() - self.asked > 3.0:
+            command = ["squeue", "--me", "--noheader", "--array", "--format=%i"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode == 0:
+                self.asked, self.queue = time.time(), set(done.stdout.split())
+        return self.queue
+
+    def submit(self, waiting: list[Job], active: list[Job], results: Path | None) -> list[Job]:
+        """Hand over all that are not in the queue yet; all are then Slurm's."""
+        left = []
+        for job in waiting:  # an earlier command's may be in the queue
+            job.slurm_id = data.read_json(job.folder / "slurm.json").get("id", "")
+            if job.slurm_id not in self.queued():
+                left.append(job)
+        if left:
+            with self.executor.batch():
+                handles = [self.executor.submit(Work(job.folder, results)) for job in left]
+            for job, handle in zip(left, handles, strict=True):
+                job.slurm_id = handle.job_id
+                write_json(job.folder / "slurm.json", {"id": job.slurm_id})
+                self.queue.add(job.slurm_id)
+            self.asked = time.time()
+        return list(waiting)
+
+    def ended(self, active: list[Job]) -> list[Job]:
+        queue = self.queued()
+        return [job for job in active if job.slurm_id not in queue and not locked(job.folder)]
+
+    def stop(self, active: list[Job]) -> str:
+        ids = " ".join(job.slurm_id for job in active)
+        return f"Slurm goes on; the same command watches, this ends it: scancel {ids}"
+
+
+def plan(
+    env_ids: list[str], command: str, seeds: range, runs_dir: Path, variant: str, eval_episodes: int
+) -> list[Job]:
+    """The jobs of a command; those that are new get their folder and job.json."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        fail(f"--command {command!r}: {error}")
+    script = Path(words[script_at(words)])
+    foreign = any(place in command for place in PLACES)
+    given = {"--env-id", "--seed", "--run-dir"} & {word.partition("=")[0] for word in words}
+    if not script.is_file():
+        fail(f"--command {command!r}: {script} does not exist")
+    if given and not foreign:
+        fail(f"--command {command!r}: {given.pop()} is given to each job by this program")
+    if not re.fullmatch(r"[\w.+-]+", variant):
+        fail(f"--variant {variant!r}: must be a word; it names files")
+    jobs = []
+    for env_id in env_ids:
+        for seed in seeds:
+            name = f"{data.slug(env_id)}/{script.stem}/{variant}-s{seed}"
+            folder = runs_dir / name
+            if foreign:
+                values = {"env_id": env_id, "seed": seed, "run_dir": str(folder / "run")}
+                one = command.format(**values)
+            else:
+                flags = ["--env-id", env_id, "--seed", str(seed), "--run-dir", str(folder / "run")]
+                one = shlex.join([*words, *flags])
+            made = data.read_json(folder / "job.json")
+            if made and made["command"] != one:
+                fail(
+                    f"{folder} was made by {made['command']!r}; give another --variant or "
+                    "--runs-dir, or delete it"
+                )
+            if not made:
+                folder.mkdir(parents=True, exist_ok=True)
+                content = {"env_id": env_id, "script": script.stem, "variant": variant}
+                content |= {"seed": seed, "command": one, "foreign": foreign}
+                content |= {"eval_episodes": 0 if foreign else eval_episodes}
+                write_json(folder / "job.json", content | {"done": False, "reason": ""})
+            jobs.append(Job(name, folder))
+    return jobs
+
+
+def gpus_here() -> list[int]:
+    """Numbers of the GPUs this process may use."""
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return [int(gpu) for gpu in visible.split(",") if gpu.isdigit()]
+    with contextlib.suppress(OSError):
+        command = ["nvidia-smi", "--list-gpus"]
+        found = subprocess.run(command, capture_output=True, text=True).stdout
+        return list(range(len(found.splitlines())))
+    return []
+
+
+def duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"
+
+
+class Board:
+    """What is running, done, failed; a live table on a terminal, lines elsewhere."""
+
+    def __init__(self, jobs: list[Job]):
+        from rich.console import Console
+        from rich.live import Live
+
+        self.jobs, self.console = jobs, Console(highlight=False)
+        self.live = Live(console=self.console, refresh_per_second=2)
+
+    def __enter__(self):
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_):
+        self.live.stop()
+
+    def say(self, line: str):
+        self.console.print(line, soft_wrap=True, markup=False)
+
+    def show(self, active: list[Job], waiting: list[Job], failed: list[Job]):
+        if not self.console.is_terminal:
+            return
+        from rich.table import Table
+
+        table = Table("job", "step", "steps/s", "left", box=None, pad_edge=False)
+        for job in active:
+            step, total, now = job.step(), job.total(), time.time()
+            job.seen = job.seen or (now, step)
+            rate = (step - job.seen[1]) / max(1e-9, now - job.seen[0])
+            cells = [job.name, f"{step:,}" + (f" / {total:,}" if total else "")]
+            left = (total - step) / rate if total and rate else 0.0
+            cells += [f"{rate:,.0f}" if rate else "", duration(left) if left else ""]
+            table.add_row(*cells)
+        done = len(self.jobs) - len(active) - len(waiting) - len(failed)
+        table.caption = (
+            f"{len(active)} running or queued, {len(waiting)} waiting, {done} done, "
+            f"{len(failed)} failed"
+        )
+        self.live.update(table)
+
+
+def settle(job: Job, retries: int, waiting: list[Job], failed: list[Job], board: Board):
+    """What becomes of a job that has just ended: done, tried again or failed."""
+    ended = job.read()
+    reason = ended["reason"] or "cut off"
+    if ended["done"]:
+        last = data.read_job(job.folder)
+        scores = {name: last.score(name) for name in ("training", "evaluation")}
+        told = ", ".join(f"{name} {x:,.1f}" for name, x in scores.items() if x == x)
+        board.say(f"{job.name}: done; {told or 'no scores'}")
+    elif job.tries > retries or reason.startswith("exit code 2"):  # which means wrong arguments
+        write_json(job.folder / "job.json", ended | {"reason": reason})
+        board.say(f"{job.name}: failed; {reason}")
+        failed.append(job)
+    else:
+        if job.tries:
+            board.say(f"{job.name}: {reason}; try {job.tries + 1} of {retries + 1}")
+        waiting.append(job)
+
+
+def run(
+    env_ids: list[str],
+    command: str,
+    num_seeds: int = 3,
+    start_seed: int = 1,
+    workers: int = 1,
+    runs_dir: Path = Path("runs/benchmark"),
+    variant: str = "default",
+    results: Path | None = None,
+    eval_episodes: int = 20,
+    retries: int = 2,
+    cluster: Literal["local", "slurm"] = "local",
+    gpus_per_job: int = 1,
+    slurm_partition: str | None = None,
+    slurm_account: str | None = None,
+    slurm_cpus: int = 1,
+    slurm_gpus: int | None = None,
+    slurm_minutes: int = 24 * 60,
+    dry_run: bool = False,
+):
+    """Train on every environment with every seed. What is finished is skipped, what was cut off
+    goes on, what failed is tried again. Exit code 1 if anything failed.
+
+    Args:
+        env_ids: environments
+        command: e.g. "python ppo.py --total-timesteps 100000"; --env-id, --seed and --run-dir are
+            added. In the command of a program that takes others, {env_id}, {seed} and {run_dir}
+            are filled in; benchmark/data.py says what it must leave
+        num_seeds: seeds of each environment
+        start_seed: the first of them
+        workers: jobs at once
+        runs_dir: where the jobs' folders are
+        variant: name of this setting of the script
+        results: also write each finished run's compressed table here, to commit
+        eval_episodes: episodes that the final policy plays after training; 0: none
+        retries: further tries of a job that fails
+        cluster: processes on this machine, or a Slurm array
+        gpus_per_job: of this machine's GPUs, if it has any; jobs share them when there are too few
+        slurm_partition: partition
+        slurm_account: account
+        slurm_cpus: CPUs of a job
+        slurm_gpus: GPUs of a job
+        slurm_minutes: time limit; a job that reaches it is queued again and goes on
+        dry_run: print the commands and start nothing
+    """
+    for name, value, least in (
+        ("num-seeds", num_seeds, 1), ("workers", workers, 1), ("start-seed", start_seed, 0),
+        ("retries", retries, 0), ("eval-episodes", eval_episodes, 0),
+    ):  # fmt: skip
+        if value < least:
+            fail(f"--{name} {value}: must be at least {least}")
+    seeds = range(start_seed, start_seed + num_seeds)
+    if dry_run:
+        with tempfile.TemporaryDirectory() as folder:
+            jobs = plan(env_ids, command, seeds, Path(folder), variant, eval_episodes)
+            for job in jobs:
+                print(job.read()["command"].replace(folder, str(runs_dir)))
+        return
+    jobs = plan(env_ids, command, seeds, runs_dir, variant, eval_episodes)
+    if cluster == "local":
+        place = Local(runs_dir, workers, gpus_here(), gpus_per_job)
+    else:
+        options = {"partition": slurm_partition, "account": slurm_account, "time": slurm_minutes}
+        options |= {"cpus_per_task": slurm_cpus, "gpus_per_node": slurm_gpus}
+        place = Slurm(runs_dir, workers, options)
+
+    waiting = [job for job in jobs if not job.read()["done"]]
+    active, failed = [], []
+    with Board(jobs) as board:
+        board.say(f"{len(jobs)} jobs in {runs_dir}, {len(jobs) - len(waiting)} done before")
+        try:
+            while waiting or active:
+                for job in [job for job in waiting if locked(job.folder)]:
+                    board.say(f"{job.name}: runs already")  # by another command, or a killed one
+                    waiting.remove(job)
+                    active.append(job)
+                for job in place.submit(waiting, active, results):
+                    waiting.remove(job)
+                    active.append(job)
+                    job.tries += 1
+                for job in place.ended(active):
+                    active.remove(job)
+                    settle(job, retries, waiting, failed, board)
+                board.show(active, waiting, failed)
+                time.sleep(0.5)
+        except KeyboardInterrupt:
+            board.say(place.stop(active))
+            raise SystemExit(128 + signal.SIGINT) from None
+    for job in failed:
+        print(f"\n{job.name} failed: {job.read()['reason']}\n  log: {job.folder / 'log.txt'}")
+        print("".join(f"  | {line}\n" for line in tail(job.folder / "log.txt")), end="")
+    print(f"{len(jobs) - len(failed)} of {len(jobs)} jobs done, {len(failed)} failed")
+    if failed:
+        raise SystemExit(1)

@@ -1,0 +1,413 @@
+"""`python -m benchmark run` with a toy script; slow: with real ones and on Slurm."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from program import ROOT, rows
+
+from benchmark import data
+from benchmark.run import Job, Local, gpus_here, locked, plan, tail
+
+# As our scripts are, from outside: a step a tick, a checkpoint after each, SIGTERM stops it.
+TOY = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if "--evaluate" in flags:
+    for k in range(int(flags["--eval-episodes"])):
+        print(f"eval_episode={k}, episodic_return={k}.5")
+    raise SystemExit
+folder = Path(flags.get("--resume") or flags["--run-dir"])
+saved = folder / "checkpoint.pt"
+if "--resume" in flags:
+    flags, step = json.loads(saved.read_text())
+else:
+    folder.mkdir(parents=True)  # fails if it is there
+    step = 0
+seed, total = int(flags["--seed"]), int(flags["--total-timesteps"])
+with open("starts.txt", "a") as file:
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES")
+    file.write(f"{flags['--env-id']} {seed} {step} {os.getpid()} {gpu}\\n")
+stop = []
+signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+def note(status):
+    info = {"script": "toy.py", "status": status, "seed": seed}
+    info["args"] = {"env_id": flags["--env-id"], "total_timesteps": total}
+    (folder / "run.json").write_text(json.dumps(info))
+note("running")
+while step < total:
+    if stop:
+        raise SystemExit(143)
+    if flags.get("--bad-seed") == str(seed) and step == 2:
+        print("the loss is not finite")
+        raise SystemExit(1)
+    time.sleep(float(flags.get("--tick", 0.0)))
+    step += 1
+    table = "global_step,seconds,return,length\\n"
+    table += "".join(f"{k},{k}.25,{seed * k}.125,1\\n" for k in range(1, step + 1))
+    (folder / "episodes.csv").write_text(table)
+    (folder / "new").write_text(json.dumps([flags, step]))
+    (folder / "new").rename(saved)
+note("finished")
+with open("ends.txt", "a") as file:
+    file.write(f"{flags['--env-id']} {seed}\\n")
+"""
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("toy.py").write_text(TOY)
+    return tmp_path
+
+
+def words(command: str = "python toy.py --total-timesteps 5", **flags) -> list[str]:
+    flags = {"env_ids": ["A-v0"], "num_seeds": 2, "runs_dir": "runs"} | flags
+    argv = [sys.executable, "-m", "benchmark", "run", "--command", command]
+    for name, value in flags.items():
+        argv += [f"--{name.replace('_', '-')}"]
+        argv += map(str, value if isinstance(value, list) else [value])
+    return argv
+
+
+ENV = os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+def bench(*args, **flags) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        words(*args, **flags), capture_output=True, text=True, env=ENV, timeout=120
+    )
+
+
+def background(*args, **flags) -> subprocess.Popen:
+    return subprocess.Popen(
+        words(*args, **flags), stdout=open("out.txt", "a"), stderr=subprocess.STDOUT, env=ENV
+    )
+
+
+def lines(name: str) -> list[list[str]]:
+    path = Path(name)
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for(condition, seconds: float = 60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def folder_of(seed: int, env_id: str = "A-v0") -> Path:
+    return Path("runs") / env_id / "toy" / f"default-s{seed}"
+
+
+def check_whole(seeds: list[int], total: int, env_id: str = "A-v0"):
+    """Each run complete, exactly once."""
+    assert sorted(lines("ends.txt")) == [[env_id, str(seed)] for seed in seeds]
+    for seed in seeds:
+        assert [row[0] for row in rows(folder_of(seed) / "run")[1:]] == [
+            str(k) for k in range(1, total + 1)
+        ]
+        starts = [int(row[2]) for row in lines("starts.txt") if row[1] == str(seed)]
+        assert starts == sorted(starts)  # went on, never back
+
+
+def test_every_environment_with_every_seed_once(toy):
+    done = bench(env_ids=["A-v0", "dir/B-v1"], num_seeds=3, start_seed=4, workers=3, results="kept")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "6 of 6 jobs done, 0 failed" in done.stdout
+    assert "A-v0/toy/default-s5: done; training 15.1, evaluation 10.0" in done.stdout
+    found = [(run.env_id, run.seed, run.status) for run in data.find([Path("runs")])]
+    envs, seeds = ("A-v0", "dir/B-v1"), (4, 5, 6)
+    assert found == [(env_id, seed, "finished") for env_id in envs for seed in seeds]
+    assert len(lines("ends.txt")) == 6
+    again = bench(env_ids=["A-v0", "dir/B-v1"], num_seeds=4, start_seed=4, workers=3)
+    assert again.returncode == 0
+    assert "8 jobs in runs, 6 done before" in again.stdout
+    assert len(lines("starts.txt")) == len(lines("ends.txt")) == 8
+
+    kept = data.find([Path("kept")])
+    assert [(run.env_id, run.algorithm, run.seed) for run in kept] == [
+        (env_id, "toy", seed) for env_id in envs for seed in seeds
+    ]
+    assert kept[1].returns.tolist() == [5.12, 10.12, 15.12, 20.12, 25.12]
+    assert kept[1].evaluation.tolist() == [k + 0.5 for k in range(20)]
+    run_dir = folder_of(5) / "run"
+    assert kept[1].info["command"] == (
+        f"python toy.py --total-timesteps 5 --env-id A-v0 --seed 5 --run-dir {run_dir}"
+    )
+    assert kept[1].score("training") == pytest.approx(15.12)
+    assert kept[1].score("training", games=2) == pytest.approx(22.62)
+
+
+def test_killed_harness_and_killed_job(toy):
+    """Acceptance 1: SIGKILL of the harness and of a job; the command given again."""
+    command = "python toy.py --total-timesteps 12 --tick 0.25"
+    harness = background(command, num_seeds=4, workers=2)
+    wait_for(lambda: len(lines("starts.txt")) == 2)
+    harness.kill()
+    harness.wait()
+    first, second = (int(row[3]) for row in lines("starts.txt"))
+    time.sleep(0.6)
+    os.kill(first, signal.SIGKILL)  # the other trains on without a harness
+    done = bench(command, num_seeds=4, workers=2)
+    assert done.returncode == 0
+    assert "runs already" in done.stdout
+    check_whole([1, 2, 3, 4], 12)
+    assert len(lines("starts.txt")) == 5
+    resumed = [row for row in lines("starts.txt") if row[2] != "0"]
+    assert len(resumed) == 1
+    assert not Path(f"/proc/{second}").exists()
+
+
+def test_job_killed_under_a_living_harness_is_tried_again(toy):
+    harness = background("python toy.py --total-timesteps 8 --tick 0.2", num_seeds=1)
+    wait_for(lambda: lines("starts.txt"))
+    time.sleep(0.6)
+    os.kill(int(lines("starts.txt")[0][3]), signal.SIGKILL)
+    assert harness.wait(60) == 0
+    assert "killed by SIGKILL" in Path("out.txt").read_text()
+    check_whole([1], 8)
+    assert len(lines("starts.txt")) == 2
+
+
+def test_ctrl_c_leaves_resumable_runs(toy):
+    command = "python toy.py --total-timesteps 30 --tick 0.1"
+    harness = background(command, workers=2)
+    wait_for(lambda: len(lines("starts.txt")) == 2)
+    time.sleep(0.5)
+    harness.send_signal(signal.SIGINT)
+    assert harness.wait(30) == 130
+    assert "the same command goes on" in Path("out.txt").read_text()
+    assert not any(locked(folder_of(seed)) for seed in (1, 2))
+    assert not Path("ends.txt").exists()
+    assert [run.status for run in data.find([Path("runs")])] == ["running"] * 2
+    assert all(0 < len(run.steps) < 30 for run in data.find([Path("runs")]))
+    assert bench(command, workers=2).returncode == 0
+    check_whole([1, 2], 30)
+
+
+def test_failing_seed(toy):
+    """Acceptance 2."""
+    command = "python toy.py --total-timesteps 5 --bad-seed 2"
+    done = bench(command, num_seeds=3, retries=1)
+    assert done.returncode == 1
+    assert "2 of 3 jobs done, 1 failed" in done.stdout
+    assert "default-s2 failed: exit code 1: the loss is not finite" in done.stdout
+    assert "  | the loss is not finite" in done.stdout
+    starts = [row[:3] for row in lines("starts.txt") if row[1] == "2"]
+    assert starts == [["A-v0", "2", "0"], ["A-v0", "2", "2"]]  # anew, then from the checkpoint
+    failed = data.find([Path("runs")])[1]
+    assert (failed.status, failed.reason) == ("failed", "exit code 1: the loss is not finite")
+    assert bench(command, num_seeds=3, retries=0).returncode == 1
+    assert len(lines("starts.txt")) == 2 + 2 + 1  # only the failed one was tried
+
+
+def test_wrong_arguments_are_not_tried_again(toy):
+    Path("picky.py").write_text("print('no such game'); raise SystemExit(2)")
+    done = bench("python picky.py", num_seeds=1)
+    assert done.returncode == 1
+    assert "failed: exit code 2: no such game" in done.stdout
+    assert (Path("runs/A-v0/picky/default-s1/log.txt").read_text()).count("no such game") == 1
+
+
+def test_dry_run(toy):
+    done = bench(dry_run=[], num_seeds=2, variant="fast")
+    assert done.stdout.splitlines() == [
+        f"python toy.py --total-timesteps 5 --env-id A-v0 --seed {seed} "
+        f"--run-dir runs/A-v0/toy/fast-s{seed}/run"
+        for seed in (1, 2)
+    ]
+    assert list(toy.iterdir()) == [toy / "toy.py"]
+
+
+def test_program_that_is_not_ours(toy):
+    Path("other.py").write_text(
+        "import json, os, sys\nname, seed, out = sys.argv[1:]\nos.makedirs(out)\n"
+        "print(f'episode of {name}', file=open(f'{out}/episodes.csv', 'w'))\n"
+        "open(f'{out}/episodes.csv', 'w').write('global_step,seconds,return,length\\n9,1,7,9\\n')\n"
+        "info = {'script': 'other.py', 'seed': int(seed), 'status': 'finished'}\n"
+        "json.dump(info | {'args': {'env_id': name}}, open(f'{out}/run.json', 'w'))\n"
+    )
+    done = bench("python other.py {env_id} {seed} {run_dir}", num_seeds=1)
+    assert done.returncode == 0
+    assert "A-v0/other/default-s1: done; training 7.0" in done.stdout
+
+
+WRONG = {
+    "no script": ({"command": "echo hello"}, "names no script"),
+    "missing script": ({"command": "python gone.py"}, "gone.py does not exist"),
+    "given twice": ({"command": "python toy.py --seed 3"}, "--seed is given"),
+    "quotes": ({"command": "python toy.py 'a"}, "No closing quotation"),
+    "no seeds": ({"num_seeds": 0}, "--num-seeds 0: must be at least 1"),
+    "no workers": ({"workers": 0}, "--workers 0: must be at least 1"),
+    "retries": ({"retries": -1}, "--retries -1: must be at least 0"),
+    "variant": ({"variant": "a/b"}, "--variant 'a/b': must be a word"),
+    "number": ({"workers": "two"}, "workers"),
+}
+
+
+@pytest.mark.parametrize("flags, message", WRONG.values(), ids=WRONG)
+def test_wrong_input(toy, flags, message):
+    done = bench(**flags)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(toy.iterdir()) == [toy / "toy.py"]
+
+
+def test_one_folder_is_of_one_command(toy):
+    assert bench(num_seeds=1).returncode == 0
+    done = bench("python toy.py --total-timesteps 6", num_seeds=1)
+    assert done.returncode == 2
+    assert "was made by 'python toy.py --total-timesteps 5 " in done.stderr
+    assert bench("python toy.py --total-timesteps 6", num_seeds=1, variant="six").returncode == 0
+    assert [run.algorithm for run in data.find([Path("runs")])] == ["toy", "toy six"]
+
+
+def test_gpus_are_dealt_out(toy, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert gpus_here() == [4, 6]
+    command = "python toy.py --total-timesteps 3 --tick 0.3"
+    jobs = plan(["A-v0"], command, range(1, 4), Path("runs"), "default", 0)
+    place = Local(Path("runs"), 3, gpus_here(), 1)
+    started = place.submit(jobs, [], None)
+    assert [job.gpus for job in started] == [(4,), (6,), (4,)]
+    wait_for(lambda: len(place.ended(started)) == 3)
+    assert sorted(row[-1] for row in lines("starts.txt")) == ["4", "4", "6"]
+    both = Local(Path("runs"), 1, gpus_here(), 2)
+    more = plan(["B-v0"], command, range(1, 2), Path("runs"), "default", 0)
+    assert [job.gpus for job in both.submit(more, [], None)] == [(4, 6)]
+    wait_for(lambda: both.ended(more) == more)
+    with pytest.raises(SystemExit):
+        Local(Path("runs"), 1, gpus_here(), 3)
+
+
+def test_two_harnesses_share_the_work(toy):
+    command = "python toy.py --total-timesteps 10 --tick 0.1"
+    first, second = (background(command, num_seeds=3, workers=2) for _ in range(2))
+    assert first.wait(90) == second.wait(90) == 0
+    check_whole([1, 2, 3], 10)
+    assert len(lines("starts.txt")) == 3
+
+
+def test_step_and_tail_read_the_end_of_a_file(toy):
+    table = folder_of(1) / "run" / "episodes.csv"
+    table.parent.mkdir(parents=True)
+    job = Job("x", folder_of(1))
+    assert (job.step(), job.total()) == (0, 0)
+    table.write_text("global_step,seconds,return,length\n")
+    assert job.step() == 0
+    table.write_text("global_step,seconds,return,length\n" + "12345,1.0,2.0,3\n" * 9999)
+    assert job.step() == 12345
+    Path("log").write_text("a\n" * 5000 + "10%\r20%\r\n\nlast\n")
+    assert tail(Path("log"), 3) == ["10%", "20%", "last"]
+
+
+# --- with real scripts, on Slurm ------------------------------------------------------------------
+
+REAL = "python ppo.py --total-timesteps 12000 --num-envs 4 --num-steps 64 --checkpoint-interval 2"
+
+
+@pytest.mark.slow
+def test_real_runs_cut_off_give_the_same_table(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    flags = {"env_ids": ["CartPole-v1"], "workers": 2, "eval_episodes": 3}
+    assert bench(REAL, runs_dir=tmp_path / "whole", **flags).returncode == 0
+    harness = subprocess.Popen(words(REAL, runs_dir=tmp_path / "cut", **flags), env=ENV)
+    runs = [tmp_path / "cut/CartPole-v1/ppo" / f"default-s{seed}/run" for seed in (1, 2)]
+    wait_for(lambda: all((run / "episodes.csv").exists() for run in runs))
+    wait_for(lambda: all(len(rows(run)) > 40 for run in runs))
+    harness.kill()
+    for pid in [path.name for path in Path("/proc").glob("[0-9]*")]:
+        command = Path(f"/proc/{pid}/cmdline")
+        if str(runs[0]) in (command.read_text() if command.exists() else ""):
+            os.kill(int(pid), signal.SIGKILL)
+    assert bench(REAL, runs_dir=tmp_path / "cut", **flags).returncode == 0
+    whole, cut = (data.find([tmp_path / name]) for name in ("whole", "cut"))
+    assert [run.seed for run in cut] == [1, 2]
+    for one, other in zip(whole, cut, strict=True):
+        assert one.status == other.status == "finished"
+        assert one.returns.tolist() == other.returns.tolist()
+        assert one.steps.tolist() == other.steps.tolist()
+        assert one.evaluation.tolist() == other.evaluation.tolist()
+
+
+CLUSTER = ROOT.parent / "shared" / "slurm" / "cluster"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    if not CLUSTER.exists():
+        pytest.skip("no cluster to bring up")
+    up = subprocess.run([str(CLUSTER), "up"], capture_output=True, text=True)
+    if up.returncode:
+        pytest.skip(f"the cluster did not come up: {up.stderr[-200:]}")
+    yield
+    subprocess.run([str(CLUSTER), "down"], capture_output=True)
+
+
+def squeue() -> str:
+    return subprocess.check_output(["squeue", "--me", "--noheader", "--array"], text=True)
+
+
+@pytest.mark.slow
+def test_slurm_gives_the_same_table(cluster, tmp_path, monkeypatch):
+    """Acceptance 3, on two nodes."""
+    monkeypatch.chdir(ROOT)
+    flags = {"env_ids": ["CartPole-v1"], "workers": 2, "eval_episodes": 3}
+    for place in ("local", "slurm"):
+        done = bench(REAL, runs_dir=tmp_path / place, cluster=place, **flags)
+        assert done.returncode == 0, done.stdout + done.stderr
+    local, slurm = (data.find([tmp_path / place]) for place in ("local", "slurm"))
+    assert [run.returns.tolist() for run in local] == [run.returns.tolist() for run in slurm]
+    assert [run.evaluation.tolist() for run in local] == [r.evaluation.tolist() for r in slurm]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["requeue", "warning", "cancel"])
+def test_slurm_job_goes_on(cluster, toy, how):
+    """Requeued by an administrator, warned of its time limit, cancelled; and the harness killed."""
+    command = "python toy.py --total-timesteps 40 --tick 0.25"
+    harness = background(command, num_seeds=1, cluster="slurm")
+    wait_for(lambda: lines("starts.txt"))
+    time.sleep(2.0)
+    job = squeue().split()[0]
+    order = {
+        "requeue": ["scontrol", "requeue", job],
+        "warning": ["scancel", "--signal=USR2", job],
+        "cancel": ["scancel", job],
+    }
+    if how == "requeue":
+        harness.kill()
+        harness.wait()
+    subprocess.run(order[how], check=True)
+    if how == "requeue":
+        harness = background(command, num_seeds=1, cluster="slurm")
+        time.sleep(5.0)
+        assert len(squeue().splitlines()) == 1  # not submitted twice
+    # Slurm holds a requeued job back for two minutes
+    assert harness.wait(300) == 0, Path("out.txt").read_text()
+    check_whole([1], 40)
+    assert len(lines("starts.txt")) == 2
+    assert int(lines("starts.txt")[1][2]) > 3
+    assert json.loads((folder_of(1) / "job.json").read_text())["done"]
+
+
+@pytest.mark.slow
+def test_slurm_array_has_no_more_workers_than_asked(cluster, toy):
+    done = bench("python toy.py --total-timesteps 5 --tick 0.2", num_seeds=4, cluster="slurm")
+    assert done.returncode == 0
+    check_whole([1, 2, 3, 4], 5)
+    script = next(Path("runs/submitit").glob("submission_file*.sh")).read_text()
+    assert "#SBATCH --array=0-3%1" in script
+    assert shlex.split(script[script.index("srun") :])[-1].endswith("runs/submitit")
