@@ -408,6 +408,6 @@ def test_slurm_array_has_no_more_workers_than_asked(cluster, toy):
     done = bench("python toy.py --total-timesteps 5 --tick 0.2", num_seeds=4, cluster="slurm")
     assert done.returncode == 0
     check_whole([1, 2, 3, 4], 5)
-    script = next(Path("runs/submitit").glob("submission_file*.sh")).read_text()
+    script = next(Path("runs/submitit").glob("*_submission.sh")).read_text()
     assert "#SBATCH --array=0-3%1" in script
     assert shlex.split(script[script.index("srun") :])[-1].endswith("runs/submitit")
