@@ -1,25 +1,15 @@
-"""Tables and curves of finished runs, for the results this repository publishes.
+"""Tables and curves of the README, from the committed tables of finished runs and anchors.csv.
 
-    python benchmark/curves.py collect runs/published/*       # episodes -> benchmark/results
-    python benchmark/curves.py report                         # -> results/ppo_cma.md and .png
-    python benchmark/curves.py table                          # -> results/ppo.md and .png
-    python benchmark/curves.py episodes                       # -> results/ppo_kl_adaptive.md, .png
-    python benchmark/curves.py atari                          # -> ppo_atari_multigpu.md, .png
+    python -m benchmark.curves report      # -> results/ppo_cma.md and .png
+    python -m benchmark.curves table       # -> results/ppo.md and .png
+    python -m benchmark.curves episodes    # -> results/ppo_kl_adaptive.md and .png
+    python -m benchmark.curves atari       # -> results/ppo_atari_multigpu.md and .png
 
-`collect` copies each run's episodes.csv, compressed, and its run.json to
-results/<env>/<script>/<variant>-s<seed>, and plays episodes with the mean action, whose returns
-join the latter; the others read only those and anchors.csv. A training return is the mean over the
-episodes that ended in one window of as many steps as an iteration has; in `episodes`, over those of
-five iterations.
+A training return is the mean over the episodes that ended in one window of as many steps as an
+iteration has; in `episodes`, over those of five iterations.
 """
 
-import csv
-import gzip
-import io
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results"
+from benchmark.data import RESULTS, anchors, read_committed
+
 BLUE, ORANGE = "#0072B2", "#D55E00"
 
 
@@ -40,45 +30,12 @@ class Curve:
     info: dict
 
 
-def collect(
-    runs: tyro.conf.Positional[list[Path]], variant: str = "default", eval_episodes: int = 20
-):
-    """Copy runs into benchmark/results and evaluate them."""
-    for run in runs:
-        info = json.loads((run / "run.json").read_text())
-        stem = RESULTS / info["args"]["env_id"] / Path(info["script"]).stem
-        stem.mkdir(parents=True, exist_ok=True)
-        stem = stem / f"{variant}-s{info['seed']}"
-        text = io.StringIO()
-        table = csv.writer(text, lineterminator="\n")
-        with open(run / "episodes.csv") as file:
-            rows = csv.reader(file)
-            table.writerow(next(rows))
-            for step, seconds, episodic_return, length in rows:
-                table.writerow(
-                    [step, f"{float(seconds):.0f}", f"{float(episodic_return):.2f}", length]
-                )
-        info["global_step"] = int(step)
-        command = [sys.executable, str(HERE.parent / info["script"]), "--evaluate", str(run)]
-        played = subprocess.check_output(
-            [*command, "--eval-episodes", str(eval_episodes)], text=True
-        )
-        returns = re.findall(r"eval_episode=\d+, episodic_return=(\S+)", played)
-        info["evaluation"] = [float(episodic_return) for episodic_return in returns]
-        stem.with_suffix(".csv.gz").write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
-        stem.with_suffix(".json").write_text(json.dumps(info, indent=2) + "\n")
-        print(f"{stem.relative_to(RESULTS.parent)}: {step} steps, {info['status']}")
-
-
 def runs(env_id: str, script: str, variant: str = "default") -> Iterator[tuple]:
     """Of an environment's runs, in any order: run.json, and of each episode, in order of their
     ends, the step of that and the return."""
     for path in (RESULTS / env_id / script).glob(f"{variant}-s*.json"):
-        with gzip.open(path.with_suffix(".csv.gz"), "rt") as file:
-            episodes = np.array(
-                [[row["global_step"], row["return"]] for row in csv.DictReader(file)]
-            )
-        yield json.loads(path.read_text()), *episodes.astype(float).T
+        run = read_committed(path)
+        yield run.info, run.steps, run.returns
 
 
 def load(env_id: str, script: str, variant: str = "default") -> list[Curve]:
@@ -93,24 +50,18 @@ def load(env_id: str, script: str, variant: str = "default") -> list[Curve]:
     return sorted(curves, key=lambda curve: curve.seed)
 
 
-def anchors() -> list[dict[str, str]]:
-    """Other projects' scores. `steps` is empty where only the number of episodes is known."""
-    with open(HERE / "anchors.csv") as file:
-        return list(csv.DictReader(file))
-
-
 def unversioned(env_id: str) -> str:
     return re.sub(r"-v\d$", "", env_id)
 
 
 def original(env_id: str) -> np.ndarray:
     """(steps, score) [n, 2] of the original PPO-CMA's curve, in order of steps."""
-    rows = [
-        (float(row["steps"]), float(row["score"]))
-        for row in anchors()
-        if row["algorithm"].startswith("ppo-cma-m") and row["env_id"] == env_id
+    points = [
+        (anchor.steps, anchor.score)
+        for anchor in anchors()
+        if anchor.algorithm.startswith("ppo-cma-m") and anchor.env_id == env_id
     ]
-    return np.array(sorted(rows))
+    return np.array(sorted(points), float)
 
 
 def smooth(values: np.ndarray, width: int = 3) -> np.ndarray:
@@ -127,20 +78,20 @@ def crossing(curve: Curve, score: float) -> str:
 def published(env_id: str, metric: str) -> str:
     """The highest score of other PPO programs with several seeds, at the same steps and any version
     of the environment, as text."""
-    best = None
     name = unversioned(env_id)
     steps = load(env_id, script_of(env_id))[0].info["args"]["total_timesteps"]
-    for row in anchors():
-        fits = unversioned(row["env_id"]) == name and row["algorithm"].startswith("ppo")
-        fits = fits and row["steps"] == str(steps) and int(row["seeds"] or 1) > 1
-        fits = fits and row["metric"] == metric
-        if fits and (best is None or float(row["score"]) > float(best["score"])):
-            best = row
-    if best is None:
+    found = [
+        anchor
+        for anchor in anchors()
+        if unversioned(anchor.env_id) == name
+        and anchor.algorithm.startswith("ppo")
+        and (anchor.steps, anchor.metric) == (steps, metric)
+        and (anchor.seeds or 1) > 1
+    ]
+    if not found:
         return ""
-    return (
-        f"{float(best['score']):,.0f} ({best['project']}, {best['env_id']}, {best['seeds']} seeds)"
-    )
+    best = max(found, key=lambda anchor: anchor.score)
+    return f"{best.score:,.0f} ({best.project}, {best.env_id}, {best.seeds} seeds)"
 
 
 CLIPPED = {
@@ -356,11 +307,11 @@ def by_batch(env_id: str) -> list[Batches]:
 def coady(env_id: str) -> dict[int, float]:
     """Coady's published curve, score by episode."""
     return {
-        int(row["episodes"]): float(row["score"])
-        for row in anchors()
-        if row["project"] == "Coady"
-        and row["metric"].startswith("training")
-        and unversioned(row["env_id"]) == unversioned(env_id)
+        anchor.episodes: anchor.score
+        for anchor in anchors()
+        if anchor.project == "Coady"
+        and anchor.metric.startswith("training")
+        and unversioned(anchor.env_id) == unversioned(env_id)
     }
 
 
@@ -493,6 +444,6 @@ def atari():
 
 if __name__ == "__main__":
     tyro.extras.subcommand_cli_from_dict(
-        {f.__name__: f for f in (collect, report, table, episodes, atari)},
+        {f.__name__: f for f in (report, table, episodes, atari)},
         description=__doc__,
     )
