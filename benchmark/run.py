@@ -350,7 +350,9 @@ def gpus_here() -> list[int]:
 
 def duration(seconds: float) -> str:
     minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes} min" if minutes else f"{seconds:.0f} s"
 
 
 class Board:
@@ -361,7 +363,7 @@ class Board:
         from rich.live import Live
 
         self.jobs, self.console = jobs, Console(highlight=False)
-        self.live = Live(console=self.console, refresh_per_second=2)
+        self.live = Live(console=self.console, refresh_per_second=2, transient=True)
 
     def __enter__(self):
         if self.console.is_terminal:
@@ -377,23 +379,25 @@ class Board:
     def show(self, active: list[Job], waiting: list[Job], failed: list[Job]):
         if not self.console.is_terminal:
             return
+        from rich.console import Group
         from rich.table import Table
 
         table = Table("job", "step", "steps/s", "left", box=None, pad_edge=False)
+        rates, left, longest = 0.0, 0, 0
         for job in active:
             step, total, now = job.step(), job.total(), time.time()
             job.seen = job.seen or (now, step)
             rate = (step - job.seen[1]) / max(1e-9, now - job.seen[0])
             cells = [job.name, f"{step:,}" + (f" / {total:,}" if total else "")]
-            left = (total - step) / rate if total and rate else 0.0
-            cells += [f"{rate:,.0f}" if rate else "", duration(left) if left else ""]
-            table.add_row(*cells)
+            ends = duration((total - step) / rate) if total and rate else ""
+            table.add_row(*cells, f"{rate:,.0f}" if rate else "", ends)
+            rates, left, longest = rates + rate, left + total - step, max(longest, total)
         done = len(self.jobs) - len(active) - len(waiting) - len(failed)
-        table.caption = (
-            f"{len(active)} running or queued, {len(waiting)} waiting, {done} done, "
-            f"{len(failed)} failed"
-        )
-        self.live.update(table)
+        line = f"{len(active)} running or queued, {len(waiting)} waiting, {done} done"
+        line += f", {len(failed)} failed"
+        if rates:  # those that wait are as long as the longest that runs
+            line += f"; about {duration((left + len(waiting) * longest) / rates)} left"
+        self.live.update(Group(table, line))
 
 
 def settle(job: Job, retries: int, waiting: list[Job], failed: list[Job], board: Board):
