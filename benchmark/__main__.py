@@ -11,11 +11,15 @@
 
 import tyro
 
+from benchmark.compare import compare
+from benchmark.report import report
 from benchmark.run import run
+from benchmark.speed import speed
+from benchmark.tune import tune
 
 
 def main():
-    verbs = {verb.__name__: verb for verb in (run,)}
+    verbs = {verb.__name__: verb for verb in (run, report, compare, speed, tune)}
     tyro.extras.subcommand_cli_from_dict(verbs, prog="python -m benchmark", description=__doc__)
 
 

@@ -1,0 +1,143 @@
+"""Statistics of a few seeds on a few environments.
+
+`scores` is a list with one array per environment, [..., seeds]; numbers of seeds may differ. A
+statistic takes such arrays as its arguments and reduces their last axis, which is what
+scipy.stats.bootstrap wants: with one array per environment, its bootstrap is stratified.
+
+Source: Agarwal et al., Deep Reinforcement Learning at the Edge of the Statistical Precipice,
+NeurIPS 2021. Conventions are those of its library, rliable.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+Scores = Sequence[np.ndarray]
+
+# Measured coverage of the 95 % interval of the IQM by (seeds, environments), of normal scores;
+# tests/test_benchmark_report.py measures it again.
+COVERAGE = {(3, 1): 0.76, (5, 1): 0.91, (10, 1): 0.94, (10, 8): 0.94}
+
+
+def iqm(*scores: np.ndarray, axis: int = -1):
+    """Interquartile mean of all runs, pooled: the mean without the lowest and highest quarter.
+
+    A quarter is rounded down to whole runs (scipy's trim_mean): 3 runs lose none, 5 lose two. An
+    environment with more seeds weighs more.
+    """
+    from scipy.stats import trim_mean
+
+    return trim_mean(np.concatenate(scores, axis=axis), 0.25, axis=axis)
+
+
+def mean(*scores: np.ndarray, axis: int = -1):
+    """Mean over environments of the means over seeds."""
+    return np.mean([x.mean(axis=axis) for x in scores], axis=0)
+
+
+def median(*scores: np.ndarray, axis: int = -1):
+    """Median over environments of the means over seeds."""
+    return np.median([x.mean(axis=axis) for x in scores], axis=0)
+
+
+def optimality_gap(*scores: np.ndarray, axis: int = -1, gamma: float = 1.0):
+    """By how much scores fall short of gamma, those above it counted as gamma."""
+    return mean(*(np.maximum(gamma - x, 0.0) for x in scores), axis=axis)
+
+
+def improvement(*scores: np.ndarray, axis: int = -1):
+    """P(X > Y) of one run each, ties counted half, mean over environments.
+
+    The first half of the arguments is X by environment, the second half Y.
+    """
+    half = len(scores) // 2
+    wins = [
+        np.sign(x[..., :, None] - y[..., None, :]).mean(axis=(-2, -1))
+        for x, y in zip(scores[:half], scores[half:], strict=True)
+    ]
+    return 0.5 + 0.5 * np.mean(wins, axis=0)
+
+
+def interval(
+    statistic: Callable, scores: Scores, level: float = 0.95, resamples: int = 5000, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Stratified percentile bootstrap: the ends of the interval, shaped as the statistic.
+
+    Leading axes, as points of a curve, share their resampled seeds. nan where an environment has
+    a single seed: it says nothing about how much seeds differ.
+    """
+    from scipy.stats import bootstrap
+
+    if min(x.shape[-1] for x in scores) < 2:
+        nothing = np.full(np.shape(statistic(*scores)), np.nan)
+        return nothing, nothing
+    found = bootstrap(
+        scores, statistic, method="percentile", vectorized=True, axis=-1, rng=seed,
+        confidence_level=level, n_resamples=resamples,
+        batch=max(1, 5_000_000 // sum(x.size for x in scores)),
+    )  # fmt: skip
+    return found.confidence_interval.low, found.confidence_interval.high
+
+
+def profile(scores: Scores, taus: np.ndarray, resamples: int = 1000, seed: int = 0):
+    """Performance profile: the fraction of runs above each of taus [n], and the ends of its
+    pointwise interval, each [n]. Environments weigh the same."""
+    above = [(x > taus[:, None]).astype(float) for x in scores]
+    return mean(*above), *interval(mean, above, resamples=resamples, seed=seed)
+
+
+def curve(values: np.ndarray, resamples: int = 1000, seed: int = 0):
+    """IQM of values [points, seeds] at each point, and the ends of its interval, each [points]."""
+    return iqm(values), *interval(iqm, [values], resamples=resamples, seed=seed)
+
+
+def permutation_test(x: Scores, y: Scores, resamples: int = 10_000, seed: int = 0) -> float:
+    """Two-sided p-value of P(X > Y) = 1/2, labels permuted within environments, Monte Carlo.
+
+    P is linear in the sum of the ranks of X (Mann-Whitney), so only ranks are permuted.
+    """
+    from scipy.stats import rankdata
+
+    rng = np.random.default_rng(seed)
+    permuted = np.zeros(resamples)
+    for a, b in zip(x, y, strict=True):
+        n, m = len(a), len(b)
+        ranks = np.tile(rankdata(np.concatenate([a, b])), (resamples, 1))
+        sums = rng.permuted(ranks, axis=1)[:, :n].sum(axis=1)
+        permuted += (sums - n * (n + m + 1) / 2) / (n * m) / len(x)  # P - 1/2
+    observed = abs(improvement(*x, *y) - 0.5)
+    return float((1 + np.sum(np.abs(permuted) >= observed - 1e-9)) / (1 + resamples))
+
+
+def seeds_needed(probability: float, environments: int) -> float:
+    """Seeds per environment and side for a power of 80 % at a level of 5 %, if P(X > Y) is this.
+
+    Noether, Sample size determination for some common nonparametric tests, JASA 1987.
+    """
+    effect = environments * (probability - 0.5) ** 2
+    return math.ceil((1.960 + 0.842) ** 2 / (6 * effect)) if effect else math.inf
+
+
+def censored_median(values: np.ndarray) -> float | None:
+    """Median of values [seeds], where a seed that never got there is inf; None if that is so for
+    half of them or more."""
+    found = np.median(values)
+    return float(found) if np.isfinite(found) else None
+
+
+def running_mean(returns: np.ndarray, games: int = 100) -> np.ndarray:
+    """Mean of each return [episodes] and those before it, of at most `games`."""
+    sums = np.concatenate([[0.0], np.cumsum(returns)])
+    ends = np.arange(1, len(returns) + 1)
+    starts = np.maximum(0, ends - games)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def first_reach(
+    at: np.ndarray, returns: np.ndarray, goal: float, games: int = 100, least: int = 20
+) -> float:
+    """Where in `at` [episodes] the mean of the last `games` returns, of at least `least` of them,
+    first reaches the goal; inf if it never does."""
+    above = np.flatnonzero(running_mean(returns, games)[least - 1 :] >= goal)
+    return float(at[least - 1 + above[0]]) if len(above) else math.inf

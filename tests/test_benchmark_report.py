@@ -1,0 +1,492 @@
+"""benchmark report and compare: statistics against slow ones, and what is written about runs."""
+
+import base64
+import csv
+import json
+import math
+import re
+import time
+from html.parser import HTMLParser
+from itertools import combinations, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmark import data, stats
+from benchmark.compare import compare, judge
+from benchmark.report import band, report
+
+EXACT = {"rel": 0, "abs": 1e-9}
+
+
+def ragged(seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.normal(k, 1, n).round(1) for k, n in enumerate((3, 5, 10))]
+
+
+# --- statistics -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runs", range(1, 14))
+def test_iqm_sorts_and_trims_whole_runs(runs):
+    x = np.random.default_rng(runs).normal(size=runs)
+    kept = sorted(x)[runs // 4 : runs - runs // 4]
+    assert stats.iqm(x) == pytest.approx(sum(kept) / len(kept), **EXACT)
+    split = runs // 3
+    if split:
+        assert stats.iqm(x[:split], x[split:]) == pytest.approx(sum(kept) / len(kept), **EXACT)
+
+
+def test_statistics_by_loops():
+    scores = ragged()
+    means = [sum(x) / len(x) for x in scores]
+    gaps = [sum(max(0, 1 - value) for value in x) / len(x) for x in scores]
+    assert stats.mean(*scores) == pytest.approx(sum(means) / 3, **EXACT)
+    assert stats.median(*scores) == pytest.approx(sorted(means)[1], **EXACT)
+    assert stats.optimality_gap(*scores) == pytest.approx(sum(gaps) / 3, **EXACT)
+    others, wins = ragged(1), []
+    for x, y in zip(scores, others, strict=True):
+        won = [(a > b) + 0.5 * (a == b) for a, b in product(x, y)]
+        assert any(w == 0.5 for w in won) or len(x) < 10  # ties are in it
+        wins.append(sum(won) / len(won))
+    assert stats.improvement(*scores, *others) == pytest.approx(sum(wins) / 3, **EXACT)
+
+
+def test_against_rliable():
+    """rliable 1.2.0 with pandas 2.3 and arch 7.2, on these scores [runs, environments]:
+    get_interval_estimates with 50,000 resamples (5,000 for P), create_performance_profile."""
+    rng = np.random.default_rng(0)
+    x = list(rng.normal(0.6, 0.3, size=(10, 8)).round(2).T)
+    y = list(rng.normal(0.5, 0.3, size=(7, 8)).round(2).T)
+    golden = {
+        stats.iqm: (0.629, 0.5003571428571428, 0.55975, 0.702),
+        stats.mean: (0.636, 0.4932142857142857, 0.57525, 0.69625),
+        stats.median: (0.641, 0.4714285714285714, 0.5565, 0.715),
+        stats.optimality_gap: (0.376875, 0.5069642857142858, 0.321125, 0.434125),
+    }
+    for statistic, (of_x, of_y, low, high) in golden.items():
+        assert statistic(*x) == pytest.approx(of_x, **EXACT)
+        assert statistic(*y) == pytest.approx(of_y, **EXACT)
+        assert stats.interval(statistic, x) == pytest.approx((low, high), abs=0.006)
+    assert stats.improvement(*x, *y) == pytest.approx(0.6267857142857143, **EXACT)
+    assert stats.interval(stats.improvement, [*x, *y]) == pytest.approx((0.5313, 0.7223), abs=0.006)
+    fraction, low, high = stats.profile(x, np.array([0.0, 0.25, 0.5, 0.75, 1.0]), resamples=5000)
+    assert fraction == pytest.approx([0.975, 0.875, 0.675, 0.3375, 0.125], **EXACT)
+    assert low == pytest.approx([0.9375, 0.8, 0.575, 0.2375, 0.0625], abs=0.013)  # a run in 80
+    assert high == pytest.approx([1.0, 0.9375, 0.775, 0.4375, 0.2], abs=0.013)
+
+
+def test_interval_by_a_loop():
+    scores, rng, found = ragged(), np.random.default_rng(5), []
+    for _ in range(3000):
+        found.append(stats.iqm(*(x[rng.integers(0, len(x), len(x))] for x in scores)))
+    low, high = stats.interval(stats.iqm, scores)
+    assert (low, high) == pytest.approx(np.percentile(found, [2.5, 97.5]), abs=0.06)
+    assert high - low > 0.5
+    assert np.isnan(stats.interval(stats.iqm, [*scores, np.ones(1)])).all()
+    assert stats.interval(stats.iqm, [np.ones(3)]) == (1, 1)
+
+
+def test_a_curve_is_a_bootstrap_at_each_point():
+    values = np.random.default_rng(0).normal(size=(7, 5)).cumsum(axis=0)
+    middle, low, high = stats.curve(values)
+    for k in range(7):
+        assert middle[k] == pytest.approx(np.sort(values[k])[1:4].mean(), **EXACT)
+        ends = stats.interval(stats.iqm, [values[k]], resamples=1000)
+        assert (low[k], high[k]) == pytest.approx(ends, **EXACT)
+
+
+@pytest.mark.parametrize(("seeds", "environments"), stats.COVERAGE)
+def test_coverage(seeds, environments):
+    rng, hits, times = np.random.default_rng(seeds), 0, 600
+    for k in range(times):
+        scores = list(rng.normal(size=(environments, seeds)))
+        low, high = stats.interval(stats.iqm, scores, resamples=400, seed=k)
+        hits += low <= 0 <= high
+    stated = stats.COVERAGE[seeds, environments]
+    error = math.sqrt(stated * (1 - stated) / times)
+    assert abs(hits / times - stated) < 3 * error + 0.01  # stated in per cent
+
+
+def test_permutation_test_by_all_labels():
+    rng = np.random.default_rng(3)
+    x, y = list(rng.normal(0.7, 1, (2, 3)).round(1)), list(rng.normal(0, 1, (2, 3)).round(1))
+
+    def every(a, b):
+        pool = [*a, *b]
+        for first in combinations(range(6), 3):
+            second = [pool[k] for k in range(6) if k not in first]
+            yield np.mean([(pool[i] > z) + 0.5 * (pool[i] == z) for i in first for z in second])
+
+    distances = [abs((p + q) / 2 - 0.5) for p, q in product(every(x[0], y[0]), every(x[1], y[1]))]
+    observed = abs(stats.improvement(*x, *y) - 0.5)
+    p = np.mean(np.array(distances) >= observed - 1e-9)
+    assert 0.02 < p < 0.9
+    assert stats.permutation_test(x, y, 20_000) == pytest.approx(p, abs=0.015)
+    apart = [np.arange(5.0)], [np.arange(5.0) + 9]  # 2 of 252 labellings
+    assert stats.permutation_test(*apart, 20_000) == pytest.approx(2 / 252, abs=0.003)
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 10])
+def test_false_alarms(seeds):
+    """Nothing has changed: a verdict in at most 5 % of cases; but not in none, which no test is."""
+    rng, alarms, times = np.random.default_rng(seeds), 0, 400
+    for k in range(times):
+        a, b = (list(rng.normal(size=(4, seeds))) for _ in range(2))
+        alarms += judge(a, b, resamples=400, seed=k)[-1] != "no evidence"
+    assert 0.01 < alarms / times <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / times)
+
+
+def test_power():
+    rng, found = np.random.default_rng(0), []
+    for k in range(60):
+        a, b = (list(rng.normal(shift, 1, (4, 5))) for shift in (0, 1.5))
+        found += [judge(a, b, 400, k)[-1], judge(b, a, 400, k)[-1]]
+    assert found[::2].count("improved") >= 54 and "worse" not in found[::2]
+    assert found[1::2].count("worse") >= 54 and "improved" not in found[1::2]
+
+
+def test_a_verdict_takes_both_the_interval_and_the_test():
+    a = [np.array([4, 6, 5, -9]), np.array([5, 1, 2, 1])]
+    b = [np.array([2, 2, 1, -1, 1, 0, 2, 1, 1, 0]), np.array([1, 1, 0, 2, 1, 0, -1, 2, 1, 1])]
+    _, low, high, p, verdict = judge(a, b)
+    assert low < 0.5 < high and p < 0.05 and verdict == "no evidence"
+    three = [np.arange(3.0)], [np.arange(3.0) + 9]  # 2 of 20 labellings
+    _, low, high, p, verdict = judge(*three)
+    assert low == high == 1 and p == pytest.approx(0.1, abs=0.01) and verdict == "no evidence"
+
+
+def test_seeds_needed_give_their_power():
+    shift = 0.6
+    probability = 0.5 * (1 + math.erf(shift / 2))  # P(N(shift, 1) > N(0, 1))
+    seeds = stats.seeds_needed(probability, 4)
+    assert 9 < seeds < 14
+    rng = np.random.default_rng(0)
+    found = 0
+    for k in range(200):
+        x, y = (list(rng.normal(mean, 1, (4, seeds))) for mean in (shift, 0))
+        found += stats.permutation_test(x, y, 400, k) < 0.05
+    assert 0.7 < found / 200 < 0.9
+    assert stats.seeds_needed(0.5, 4) == math.inf
+
+
+def test_seeds_that_never_got_there():
+    never = math.inf
+    assert stats.censored_median([3, 1, never]) == 3
+    assert stats.censored_median([3, 1, never, 2]) == 2.5
+    assert stats.censored_median([3, 1, never, never]) is None
+    assert stats.censored_median([never]) is None
+    steps, returns = np.arange(1, 201) * 10, np.repeat([0.0, 1.0], 100)
+    assert stats.running_mean(returns)[[0, 99, 149, 199]] == pytest.approx([0, 0, 0.5, 1])
+    assert stats.first_reach(steps, returns, 0.5) == 1500
+    assert stats.first_reach(steps, returns, 1.0) == 2000
+    assert stats.first_reach(steps, returns, 1.1) == never
+    assert stats.first_reach(steps, returns, 0.0) == 200  # of at least 20 episodes
+    assert stats.first_reach(steps[:9], returns[:9], 0.0) == never
+
+
+def test_learning_curves_are_of_all_seeds_at_each_point():
+    steps = [np.arange(1, 101) * 10, np.arange(1, 201) * 10, np.arange(1, 51) * 30]
+    grid, middle, low, high = band([(x, x + 100.0 * k) for k, x in enumerate(steps)])
+    assert (grid[0], grid[-1]) == (600, 1000)
+    # at 1,000 the last episode of the third ended at 990
+    assert middle[-1] == pytest.approx((1000 + 1100 + 1190) / 3, **EXACT)
+    assert (low[-1], high[-1]) == (1000, 1190)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def write_run(
+    root: Path, env_id: str, script: str, seed: int, level: float, status: str = "finished",
+    steps: int = 1000, evaluation: tuple = (), reason: str | None = None,
+):  # fmt: skip
+    """A job whose training returns rise from 0 to 2 * level and stay there: its score."""
+    job = {"env_id": env_id, "script": script, "variant": "default", "seed": seed}
+    folder = root / env_id / script / f"default-s{seed}"
+    (folder / "run").mkdir(parents=True)
+    (folder / "job.json").write_text(json.dumps(job | ({"reason": reason} if reason else {})))
+    if status == "missing":
+        return
+    args = {"env_id": env_id, "total_timesteps": steps}
+    info = {"script": f"{script}.py", "seed": seed, "status": status, "args": args}
+    info |= {"git_commit": "abc", "hardware": {"cpu": "Z80", "gpu": None}, "wall_seconds": 7200}
+    (folder / "run" / "run.json").write_text(json.dumps(info))
+    if evaluation:
+        (folder / "evaluation.json").write_text(json.dumps({"returns": evaluation}))
+    returns = np.minimum(np.arange(200) / 100, 1) * level
+    lines = [
+        f"{(k + 1) * steps // 200},{k},{value!r},5" for k, value in enumerate(returns.tolist())
+    ]
+    (folder / "run" / "episodes.csv").write_text(
+        "\n".join(["global_step,seconds,return,length", *lines]) + "\n"
+    )
+
+
+def table(path: Path) -> list[dict]:
+    with open(path) as file:
+        return list(csv.DictReader(file))
+
+
+def ends(capsys, verb, *args, **kwargs) -> tuple[int, str]:
+    """Exit code of a verb, and what it wrote to standard error."""
+    capsys.readouterr()
+    try:
+        verb(*args, **kwargs)
+        return 0, capsys.readouterr().err
+    except SystemExit as stop:
+        return stop.code, capsys.readouterr().err
+
+
+class References(HTMLParser):
+    """What a page fetches or links to."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.tags = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.found += [value for name, value in attrs if name in ("src", "href", "srcset", "data")]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A report of healthy runs, a failed, a cut-off and a missing one."""
+    root, output = (tmp_path_factory.mktemp(name) for name in ("runs", "report"))
+    for seed, level in enumerate((100, 200, 300, 400, 450)):
+        write_run(root, "CartPole-v1", "ppo", seed, level, evaluation=(level + 1, level + 3))
+        write_run(root, "CartPole-v1", "other", seed, level / 2)
+        write_run(root, "Home-v0", "ppo", seed, level)
+    for seed in range(3):
+        write_run(root, "Home-v0", "other", seed, 200 + seed, steps=1000 * (1 + (seed == 2)))
+    write_run(root, "CartPole-v1", "ppo", 5, 999, status="running")
+    write_run(root, "CartPole-v1", "ppo", 6, 999, status="running", reason="exit | code <9>")
+    write_run(root, "CartPole-v1", "ppo", 7, 0, status="missing")
+    with pytest.raises(SystemExit) as stop:
+        report([root], output)
+    assert stop.value.code == 1
+    return root, output
+
+
+def test_report_numbers(written):
+    _, output = written
+    summary = {
+        (row["env_id"], row["algorithm"], row["metric"], row["budget"]): row
+        for row in table(output / "summary.csv")
+    }
+    row = summary["CartPole-v1", "ppo", "training", "1,000 steps"]
+    assert (row["runs"], row["seeds"], row["mean"], row["median"], row["iqm"]) == (
+        *("8", "5", "290", "300", "300"),
+    )
+    assert 100 <= float(row["iqm_low"]) < 290 < float(row["iqm_high"]) <= 450
+    assert summary["CartPole-v1", "ppo", "evaluation", "1,000 steps"]["mean"] == "292"
+    assert summary["CartPole-v1", "other", "evaluation", "1,000 steps"]["seeds"] == "0"
+    # trained for other lengths: not averaged
+    assert summary["Home-v0", "other", "training", "1,000 steps"]["mean"] == "200.5"
+    assert summary["Home-v0", "other", "training", "2,000 steps"]["mean"] == "202"
+    text = (output / "report.md").read_text()
+    assert "Left out, for runs of different lengths: other on Home-v0." in text
+    assert "| 1 | other | ppo | 0.20 | [" in text  # CartPole alone: 5 of 25 pairs
+    scaled = (300 - 21.6) / (500 - 21.6)
+    assert f"| 1 | ppo | 5 | {scaled:.2f} [" in text
+    runs = {
+        (row["env_id"], row["algorithm"], row["seed"]): row for row in table(output / "runs.csv")
+    }
+    assert len(runs) == 21
+    row = runs["CartPole-v1", "ppo", "0"]
+    assert (row["status"], row["steps"], row["hours"], row["training"]) == (
+        *("finished", "1000", "2", "100"),
+    )
+    assert (row["evaluation"], row["commit"], row["cpu"], row["gpu"]) == ("102", "abc", "Z80", "")
+
+
+def test_report_lists_what_is_not_finished_first(written):
+    text = (written[1] / "report.md").read_text()
+    section = text[text.index("## ") : text.index("## Scores")]
+    assert section.startswith("## Not in the statistics: 3 runs")
+    lines = [line for line in section.splitlines() if "| ppo |" in line]
+    assert [re.split(r"(?<!\\)\|", line)[3:6] for line in lines] == [
+        [" 5 ", " running ", " cut off or still at it "],
+        [" 6 ", " failed ", " exit \\| code <9> "],
+        [" 7 ", " missing ", " not begun "],
+    ]
+    assert "exit | code &lt;9&gt;" in (written[1] / "index.html").read_text()
+
+
+def test_report_shows_seeds_that_never_got_there(written):
+    text = (written[1] / "report.md").read_text()
+    half, most = (
+        line for line in text.splitlines() if re.match(r"\| CartPole.* ppo .*0 %\)", line)
+    )
+    assert "260.8 (50 %) | 3 of 5 |" in half and "never; never; " in half
+    cells = [cell.strip() for cell in half.split("|")]
+    assert cells[6] == cells[7].split("; ")[2]  # the median of five is the slowest of three
+    assert "452.2 (90 %) | 0 of 5 | none | never; never; never; never; never | none" in most
+
+
+def test_report_without_a_scale_says_so(written):
+    text = (written[1] / "report.md").read_text()
+    assert "No scale is known for Home-v0:" in text
+    assert "| Home-v0 | 100.0 | 450.0 | worst and best of these runs |" in text
+
+
+def test_page_opens_offline(written):
+    page = (written[1] / "index.html").read_text()
+    references = References()
+    references.feed(page)
+    assert len(references.found) == references.tags.count("img") == 3
+    kind, _, image = references.found[0].partition(",")
+    assert kind == "data:image/svg+xml;base64"
+    assert base64.b64decode(image) == (written[1] / "curves_steps.svg").read_bytes()
+    assert all(value.startswith(kind) for value in references.found)
+    assert not {"script", "link", "iframe"} & set(references.tags)
+    assert "url(" not in page and "@import" not in page
+    for name in ("curves_steps", "curves_hours", "profiles"):
+        assert f"![{name}]({name}.png)" in (written[1] / "report.md").read_text()
+        svg = (written[1] / f"{name}.svg").read_text()
+        assert all(value[0] == "#" for value in re.findall(r'(?:href|src)="([^"]*)"', svg))
+        assert (written[1] / f"{name}.png").stat().st_size > 10_000
+
+
+def test_anchors_are_in_no_statistic(written, tmp_path, monkeypatch):
+    root, output = written
+    anchor = data.Anchor(
+        "Peer", "ppo", "CartPole-v1", 500, None, 1e6, 0.0, "std", 9, "max", "there"
+    )
+    monkeypatch.setattr(data, "anchors", lambda: [anchor])
+    with pytest.raises(SystemExit):
+        report([root], tmp_path)
+    assert (
+        "| CartPole-v1 | Peer | ppo | 500 steps | 1,000,000 | 0.00 std | 9 | max | there |"
+        in (tmp_path / "report.md").read_text()
+    )
+    assert (
+        "| CartPole-v1 | this report | ppo | 1,000 steps | 290.0 | 143.2 std | 5 | training |"
+        in (tmp_path / "report.md").read_text()
+    )
+    for name in ("runs.csv", "summary.csv", "profiles.svg", "curves_steps.svg"):
+        assert (tmp_path / name).read_bytes() == (output / name).read_bytes()
+    section = r"## Over environments.*?## Steps"
+    own, without = (
+        re.search(section, (folder / "report.md").read_text(), re.S).group()
+        for folder in (tmp_path, output)
+    )
+    assert own == without
+
+
+def test_report_ends(written, tmp_path, capsys):
+    root, _ = written
+    home = [root / "Home-v0"]
+    assert ends(capsys, report, home, tmp_path / "out") == (0, "")
+    assert ends(capsys, report, home, tmp_path / "out", metric="evaluation") == (
+        *(1, "8 of 8 runs have no score, see the report\n"),
+    )
+    assert "not evaluated" in (tmp_path / "out" / "report.md").read_text()
+    write_run(tmp_path / "begun", "CartPole-v1", "ppo", 1, 0, status="missing")
+    assert ends(capsys, report, [tmp_path / "begun"], tmp_path / "out") == (
+        *(1, "1 of 1 runs have no score, see the report\n"),
+    )
+    for seed in range(2):
+        write_run(tmp_path / "flat", "Flat-v0", "ppo", seed, 7)
+    assert ends(capsys, report, [tmp_path / "flat"], tmp_path / "out") == (0, "")
+    assert "| Flat-v0 | 7.00 | 8.00 |" in (tmp_path / "out" / "report.md").read_text()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    for args, kwargs, words in [
+        (([tmp_path / "nowhere"], tmp_path), {}, "nowhere: no such folder"),
+        (([tmp_path / "empty"], tmp_path), {}, "no runs in"),
+        ((home * 2, tmp_path), {}, "a second run of"),
+        ((home, tmp_path / "file"), {}, "--output"),
+        ((home, tmp_path), {"algorithms": ["ppo", "a2c"]}, "no run of a2c; there are other, ppo"),
+        ((home, tmp_path), {"env_ids": ["Pong"]}, "no run of Pong; there are Home-v0"),
+    ]:
+        code, error = ends(capsys, report, *args, **kwargs)
+        assert code == 2 and words in error and error.count("\n") == 1
+
+
+def test_compare_ends(tmp_path, capsys):
+    for folder, shift in (("old", 0), ("same", 0), ("better", 50), ("worse", -50)):
+        for env_id in ("A-v0", "B-v0"):
+            for seed in range(5):
+                level = 200 + 10 * seed + shift
+                write_run(tmp_path / folder, env_id, "ppo", seed, level, evaluation=(-level,))
+    old, same, better, worse = (tmp_path / name for name in ("old", "same", "better", "worse"))
+
+    def said(*args, **kwargs) -> tuple[int, str]:
+        try:
+            compare(*args, **kwargs)
+            return 0, capsys.readouterr().out
+        except SystemExit as stop:
+            return stop.code, capsys.readouterr().out
+
+    code, text = said(old, better)
+    assert code == 0 and "\n  improved\n" in text
+    assert re.search(r"A-v0 +5 +5 +220\.0 +270\.0 +1\.00\n", text)
+    assert "mean: P(B > A) = 1.00, 95 % interval [1.00, 1.00], permutation p = 0.000" in text
+    code, text = said(old, worse)
+    assert code == 1 and "\n  worse\n" in text
+    assert said(old, worse, metric="evaluation")[0] == 0
+    code, text = said(old, same)
+    assert code == 0 and "no evidence; if P is 0.50, it takes 1,000 seeds or more" in text
+    # trained for other lengths: not averaged
+    for seed in range(4):
+        write_run(old, "C-v0", "ppo", seed, 300)
+        write_run(worse, "C-v0", "ppo", seed, 300, steps=1000 + 1000 * (seed > 1))
+    code, text = said(old, worse)
+    assert code == 1 and "one length: C-v0" in text and "C-v0  " not in text
+    # two algorithms of one folder
+    for seed in range(5):
+        write_run(better, "A-v0", "slow", seed, 1 + seed)
+    assert said(better, algorithm=("ppo", "slow"))[0] == 1
+    code, text = said(better, algorithm=("slow", "ppo"))
+    assert code == 0 and "A slow, B ppo" in text and "one length: B-v0" in text
+    # a new version that breaks is not good
+    write_run(better, "A-v0", "ppo", 5, 1, status="failed")
+    code, error = ends(capsys, compare, old, better)
+    assert (code, error) == (1, "B lacks A-v0 seed 5: failed\n")
+    write_run(tmp_path / "single", "A-v0", "ppo", 0, 1)
+    write_run(tmp_path / "foreign", "A-v0", "dqn", 0, 1)
+    for args, kwargs, words in [
+        ((old, tmp_path / "single"), {}, "no environment on which both"),
+        ((old, tmp_path / "foreign"), {}, "A has ppo; B has dqn"),
+        ((old, tmp_path / "none"), {}, "no such folder"),
+        ((old,), {}, "two folders"),
+        ((old,), {"algorithm": ("ppo", "dqn")}, "no run of dqn; there are ppo"),
+    ]:
+        code, error = ends(capsys, compare, *args, **kwargs)
+        assert code == 2 and words in error and error.count("\n") == 1
+
+
+def test_scales():
+    rows = table(data.HERE / "scales.csv")
+    assert all(float(row["low"]) < float(row["high"]) and row["source"] for row in rows)
+    from benchmark.scales import random_return
+
+    known = {row["env_id"]: float(row["low"]) for row in rows}
+    returns = random_return("CartPole-v1", 30)
+    assert abs(returns.mean() - known["CartPole-v1"]) < 4 * returns.std() / math.sqrt(30)
+
+
+def test_300_runs_in_30_seconds(tmp_path, capsys):
+    """300 runs of 1M steps: 10 environments, 3 algorithms, 10 seeds, 5,000 episodes each."""
+    rng = np.random.default_rng(0)
+    for k, (e, script, seed) in enumerate(product(range(10), ("ppo", "cma", "kl"), range(10))):
+        env_id = f"Env{e}-v0"
+        folder = tmp_path / "runs" / env_id / script / str(seed)
+        folder.mkdir(parents=True)
+        args = {"env_id": env_id, "total_timesteps": 1_000_000}
+        info = {"script": script, "seed": seed, "status": "finished", "args": args}
+        (folder / "run.json").write_text(json.dumps(info))
+        if k < 30:
+            returns = np.linspace(0, 1000 + 10 * k, 5000) + rng.normal(0, 100, 5000)
+            rows = [f"{200 * (i + 1)},{i / 10},{x:.2f},200" for i, x in enumerate(returns)]
+            text = "\n".join(["global_step,seconds,return,length", *rows]) + "\n"
+        (folder / "episodes.csv").write_text(text)
+    start = time.perf_counter()
+    report([tmp_path / "runs"], tmp_path / "out")
+    seconds = time.perf_counter() - start
+    with capsys.disabled():
+        print(f"300 runs: {seconds:.1f} s")
+    assert seconds < 30

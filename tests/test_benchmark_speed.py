@@ -1,0 +1,384 @@
+"""benchmark speed: programs of known cost, what it writes, and the peers' hyper-parameters"""
+
+import csv
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmark import peers
+from benchmark.speed import built_in, ours, ratios, speed, summarise
+
+ROOT = Path(__file__).resolve().parent.parent
+# Takes --cost seconds of CPU and --idle seconds of sleep per step, and --start of both before.
+TOY = """
+import argparse, json, subprocess, sys, time
+from pathlib import Path
+parser = argparse.ArgumentParser()
+parser.add_argument("--total-timesteps", type=int)
+parser.add_argument("--cost", type=float, default=0)
+parser.add_argument("--idle", type=float, default=0)
+parser.add_argument("--start", type=float, default=0)
+parser.add_argument("--batch", type=int, default=0)
+parser.add_argument("--child", action="store_true")
+parser.add_argument("--say", default="")
+args = parser.parse_args()
+assert not Path("runs").exists()
+print(args.say)
+if args.child:  # twice as much memory, and half of the work
+    ballast = b"1" * 60_000_000
+    half = ["--cost", str(args.cost), "--total-timesteps", str(args.total_timesteps)]
+    code = f"ballast = b'1' * 60_000_000\\n{Path(__file__).read_text()}\\ntime.sleep(1.2)"
+    subprocess.run([sys.executable, "-c", code.replace("Path(__file__)", "Path('')"), *half])
+
+def burn(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+steps = args.total_timesteps
+if args.batch:
+    steps = steps // args.batch * args.batch
+    Path("runs").mkdir()
+    Path("runs/run.json").write_text(json.dumps({"global_step": steps}))
+burn(args.start)
+time.sleep(args.start)
+burn(steps * args.cost)
+time.sleep(steps * args.idle)
+if args.say == "fail":
+    sys.exit("no more room")
+"""
+TINY = {"rounds": 2, "steps": 2000, "warmup_steps": 500, "output": Path("out/speed.csv")}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "toy.py").write_text(TOY)
+    monkeypatch.chdir(tmp_path)
+
+
+def table() -> tuple[dict, list[dict]]:
+    """The facts and the rows that `speed` wrote."""
+    lines = Path("out/speed.csv").read_text().splitlines()
+    facts = dict(line[2:].split(": ", 1) for line in lines if line.startswith("#"))
+    return facts, list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+def summary(rows: list[dict]) -> dict:
+    kinds = (str, int, str, int, float, float, float)
+    return summarise(
+        [tuple(kind(x) for kind, x in zip(kinds, row.values(), strict=True)) for row in rows]
+    )
+
+
+def test_known_costs(capsys):
+    speed(
+        ("python toy.py --cost 1e-4 --start 0.2",),
+        (
+            "twice=python toy.py --cost 2e-4",
+            "idle=python toy.py --idle 3e-4 --start 0.5 --cost 2e-5",
+        ),
+        **TINY,
+    )
+    facts, rows = table()
+    measured = summary(rows)
+    assert np.median(measured["toy"].cpu_rates) == pytest.approx(1e4, rel=0.15)
+    assert np.median(measured["twice"].cpu_rates) == pytest.approx(5e3, rel=0.15)
+    assert np.median(measured["idle"].rates) == pytest.approx(1 / 3.2e-4, rel=0.15)
+    for start in (measured["idle"].cold, *measured["idle"].starts):
+        assert 1.0 < start < 2.0  # twice 0.5, Python's own and what a busy machine adds
+    short = [float(row["cpu_seconds"]) for row in rows if row["program"] == "toy"][1]
+    assert 0.25 < short < 0.5  # 0.2 + 500 * 1e-4 and Python's own
+
+    assert len(rows) == 3 * (1 + 2 * 2)
+    assert list(rows[0]) == [
+        "program", "round", "run", "steps", "cpu_seconds", "wall_seconds", "peak_mb"
+    ]  # fmt: skip
+    kinds = [(row["round"], row["run"], row["steps"]) for row in rows if row["program"] == "idle"]
+    rounds = [(str(k), *run) for k in (1, 2) for run in (("short", "500"), ("long", "2500"))]
+    assert kinds == [("1", "cold", "500"), *rounds]
+    assert {"cpu", "cores", "python", "torch", "gymnasium", "load average before"} <= facts.keys()
+    assert re.match(r"[0-9a-f]{40}", facts["commit"])
+    assert facts["command of twice"] == "python toy.py --cost 2e-4"
+    assert facts["rounds"] == "2"
+    text = Path("out/speed.csv").read_text()
+    assert not any(str(path) in text for path in (Path.cwd(), ROOT, sys.prefix))
+    told = capsys.readouterr().out
+    (line,) = re.findall(r"^toy / twice +(\S+) \(", told, re.MULTILINE)
+    assert float(line) == pytest.approx(2, rel=0.15)
+    assert "load average before: " in told
+    assert int(re.search(r"more than 5 % apart: (\d) of 6", told)[1]) >= 2  # the idle one's
+
+
+def test_processes_count_with_their_memory():
+    speed(("python toy.py --child --cost 1e-4",), **TINY)
+    measured = summary(table()[1])["toy"]
+    assert np.median(measured.cpu_rates) == pytest.approx(5e3, rel=0.15)
+    assert 120 < measured.memory < 250
+
+
+def test_steps_are_those_a_program_says_it_did():
+    speed(("python toy.py --cost 1e-4 --batch 900",), **TINY)  # 500 and 2500 are asked for
+    _, rows = table()
+    assert [int(row["steps"]) for row in rows] == [1800] + 2 * [1800, 3600]
+    assert np.median(summary(rows)["toy"].cpu_rates) == pytest.approx(1e4, rel=0.15)
+
+
+def test_as_many_steps_as_take_the_time():
+    speed(("python toy.py --cost 1e-4",), **(TINY | {"steps": 0, "seconds": 0.6}))
+    _, rows = table()
+    assert int(rows[2]["steps"]) - int(rows[1]["steps"]) in range(4500, 7501, 500)
+
+
+def test_vary(capsys):
+    speed(("python toy.py",), vary="cost 1e-4 3e-4", **(TINY | {"rounds": 1}))
+    _, rows = table()
+    assert [row.pop("cost") for row in rows] == 3 * ["1e-4"] + 3 * ["3e-4"]
+    rates = [summary(part)["toy"].cpu_rates[0] for part in (rows[:3], rows[3:])]
+    assert rates == pytest.approx([1e4, 1e4 / 3], rel=0.15)
+    assert "\n--cost 3e-4\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--say fail", "toy ended with code 1:\nfail\nno more room\n"),
+        ("--say 'so going on eagerly'", "toy does not compile:\nso going on eagerly\n"),
+        ("--cost 1e-9 --batch 100000", "2000 steps more took"),
+    ],
+)
+def test_what_fails_ends_it_with_its_log(flags, told, capsys):
+    with pytest.raises(SystemExit) as end:
+        speed((f"python toy.py {flags}",), **TINY)
+    assert end.value.code == 1
+    assert told in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"command": ()},
+        {"command": ("",)},
+        {"command": ("python none.py",)},
+        {"command": ("python 'toy.py",)},
+        {"command": ("nosuchprogram",)},
+        {"command": ("python toy.py", "python toy.py")},
+        {"peer": ("python toy.py",)},
+        {"peer": ("toy=python toy.py",)},
+        {"vary": "num-envs"},
+        {"vary": "3 4"},
+        {"rounds": 0},
+        {"seconds": 0.0},
+        {"warmup_steps": 0},
+    ],
+)
+def test_wrong_input_is_one_line(wrong, capsys):
+    with pytest.raises(SystemExit) as end:
+        speed(**({"command": ("python toy.py",)} | TINY | wrong))
+    assert end.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("benchmark speed: ")
+    assert told.count("\n") == 1
+
+
+def test_summary_of_known_rows():
+    rows = []
+    for name, slowness in (("a", [1, 2, 4]), ("b", [2, 8, 4])):
+        rows.append((name, 1, "cold", 10, 1.0, 70.0, 1.0))
+        for k, factor in enumerate(slowness, 1):
+            rows.append((name, k, "short", 10, 5.0, 6.0 + factor, 100.0))
+            rows.append((name, k, "long", 110, 5.0 + 5 * factor, 6.0 + 11 * factor, 100.0 + k))
+    a, b = summarise(rows).values()
+    assert a.cpu_rates == [20, 10, 5]
+    assert a.rates == [10, 5, 2.5]
+    assert a.starts == pytest.approx([6, 6, 6])
+    assert a.cold == pytest.approx(70 - 10 / 5)
+    assert a.memory == 103
+    assert b.busy == [0.5, 0.5, 0.5]
+    assert ratios(a.rates, b.rates) == [2, 4, 1]  # of runs that were neighbours
+
+
+def test_names_and_built_in_peers(root, monkeypatch):
+    monkeypatch.chdir(root)
+    first = "python ppo.py --env-id CartPole-v1 --compile"
+    commands = (first, "python ppo.py --env-id CartPole-v1", "x=python ppo.py --num-envs 8")
+    one, two, three = ours(commands)
+    assert one.name == "ppo --env-id CartPole-v1 --compile"
+    assert (two.name, three.name) == ("ppo --env-id CartPole-v1", "x")
+    assert [p.name for p in ours(commands[:2])] == ["ppo --compile", "ppo"]
+    assert ours(commands[:1])[0].name == "ppo"
+    assert one.words[:2] == [sys.executable, str(root / "ppo.py")]
+    peer = built_in("sb3", f"torchrun --nproc-per-node=2 {first[7:]}")
+    assert peer.command == "python benchmark/peers.py sb3 ppo.py --env-id CartPole-v1 --compile"
+    assert peer.words[1:] == [str(root / "benchmark" / "peers.py"), *peer.command.split()[2:]]
+
+
+SB3 = [
+    ("ppo", "--env-id CartPole-v1"),
+    ("ppo", "--num-envs 3 --num-steps 50 --num-minibatches 7 --target-kl 0.03 --no-norm-adv"),
+    ("ppo_continuous_action", "--env-id Pendulum-v1 --no-cuda --no-anneal-lr --clip-vloss"),
+    (
+        "ppo_continuous_action",
+        "--env-id Pendulum-v1 --num-envs 2 --num-steps 64 --gamma 0.9 --gae-lambda 0.8 "
+        "--ent-coef 0.1 --vf-coef 0.7 --max-grad-norm 2 --log-std-init -1 --no-scale-actions",
+    ),
+    ("ppo_continuous_action", "--env-id Hopper-v4 --env-backend envpool --num-envs 2"),
+    ("ppo_atari_multigpu", "--env-id Pong-v5 --num-envs 2 --num-threads 1 --env-threads 1"),
+]
+
+
+@pytest.mark.parametrize(("script", "flags"), SB3)
+def test_sb3_has_our_hyper_parameters(script, flags):
+    import torch
+    from stable_baselines3.common.vec_env import VecNormalize, unwrap_vec_normalize
+
+    total = "--total-timesteps 20480"
+    module, args = peers.clipped(*peers.parse(f"{script}.py", f"{flags} {total}".split()))
+    assert module.__name__ == script
+    model = peers.sb3_model(module, args)
+    same = {
+        "num_envs": model.n_envs,
+        "num_steps": model.n_steps,
+        "update_epochs": model.n_epochs,
+        "gamma": model.gamma,
+        "gae_lambda": model.gae_lambda,
+        "clip_coef": model.clip_range(0.5),
+        "ent_coef": model.ent_coef,
+        "vf_coef": model.vf_coef,
+        "max_grad_norm": model.max_grad_norm,
+        "norm_adv": model.normalize_advantage,
+        "seed": model.seed,
+    }
+    assert same == {name: getattr(args, name) for name in same}
+    if args.clip_vloss:
+        assert model.clip_range_vf(0.5) == args.clip_coef
+    else:
+        assert model.clip_range_vf is None
+    batch = args.num_envs * args.num_steps
+    iterations = 20480 // batch
+    for k in (0, iterations // 2, iterations - 1):  # SB3 has then done k + 1 rollouts
+        left = 1 - (k + 1) / iterations
+        wanted = args.learning_rate * ((1 - k / iterations) if args.anneal_lr else 1)
+        assert model.lr_schedule(left) == pytest.approx(wanted)
+    assert -(-batch // model.batch_size) == args.num_minibatches
+    assert (model.target_kl and model.target_kl * 1.5) == args.target_kl  # the limit of each
+    assert model.policy.optimizer.defaults["eps"] == 1e-5
+    assert model.policy.optimizer.defaults["betas"] == (0.9, 0.999)
+
+    obs_space, action_space = model.observation_space, model.action_space
+
+    class Spaces:
+        observation_space = obs_space
+
+    Spaces.action_space = action_space
+    agent = module.Agent(Spaces, args)
+    shapes = [sorted(tuple(p.shape) for p in net.parameters()) for net in (agent, model.policy)]
+    assert shapes[0] == shapes[1]
+    gains = [  # of orthogonal weights
+        sorted(
+            float(torch.linalg.matrix_norm(p.detach().flatten(1), 2))
+            for p in net.parameters()
+            if p.ndim > 1
+        )
+        for net in (agent, model.policy)
+    ]
+    assert gains[0] == pytest.approx(gains[1], rel=1e-3)
+    if script == "ppo_continuous_action":
+        assert (model.policy.log_std == args.log_std_init).all()
+        normalizer = unwrap_vec_normalize(model.env)
+        assert (normalizer.clip_obs, normalizer.clip_reward, normalizer.epsilon) == (10, 10, 1e-8)
+        assert normalizer.gamma == args.gamma
+        assert normalizer.norm_obs and normalizer.norm_reward
+        limit = 2.0 if "--no-scale" in flags else 1.0  # in the policy's units
+        assert (action_space.high == limit).all()
+    else:
+        assert not isinstance(model.env, VecNormalize)
+    activation = torch.nn.ReLU if script == "ppo_atari_multigpu" else torch.nn.Tanh
+    used = {
+        type(m) for m in model.policy.modules() if m.__class__.__module__.endswith("activation")
+    }
+    assert used == {activation}
+    model.env.close()
+
+
+@pytest.mark.parametrize("script", ["ppo_kl_adaptive", "ppo_cma"])
+def test_beside_scripts_without_an_equal_sb3_has_cleanrls_settings(script):
+    flags = "--env-id Hopper-v4 --num-envs 5 --seed 3 --total-timesteps 40960 --no-cuda"
+    module, args = peers.clipped(*peers.parse(script, flags.split()))
+    model = peers.sb3_model(module, args)
+    assert (model.n_envs, model.n_steps, model.batch_size, model.n_epochs) == (1, 2048, 64, 10)
+    assert (model.clip_range_vf(1), model.lr_schedule(0.95), model.seed) == (0.2, 3e-4, 3)
+    assert (model.policy.log_std == 0).all()
+    assert str(model.device) == "cpu"
+    model.env.close()
+
+
+def test_rescaled_actions_span_the_box():
+    flags = "--env-id Pendulum-v1 --env-backend envpool --num-envs 2 --num-steps 64"
+    envs = peers.sb3_envs(*peers.parse("ppo_continuous_action", flags.split()))
+    assert (envs.action_space.low, envs.action_space.high) == (-1, 1)
+    seen, pool = [], envs.venv.venv
+    pool.reset()
+    for action in (-1.0, 0.25, 1.0):
+        pool.step_async(np.full((2, 1), action))
+        seen.append(pool.actions[0, 0])
+    assert seen == [-2, 0.5, 2]
+
+
+def test_pool_has_no_step_between_episodes():
+    flags = "--env-id CartPole-v1 --env-backend envpool --num-envs 3"
+    envs = peers.sb3_envs(*peers.parse("ppo", flags.split()))
+    envs.reset()
+    rng, episodes, lengths = np.random.default_rng(0), 0, np.zeros(3)
+    for _ in range(200):
+        obs, rewards, dones, infos = envs.step(rng.integers(2, size=3))
+        lengths += 1
+        assert (rewards == 1).all()  # the step that only resets would pay 0
+        for i in np.flatnonzero(dones):
+            assert infos[i]["episode"]["l"] == lengths[i]
+            last = infos[i]["terminal_observation"]
+            assert abs(last[0]) > 2.4 or abs(last[2]) > 0.2  # it fell
+            assert abs(obs[i]).max() <= 0.05  # the next one's first
+            assert not infos[i]["TimeLimit.truncated"]
+            lengths[i], episodes = 0, episodes + 1
+    assert episodes > 10
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("ppo", "--env-id CartPole-v1"),
+        ("ppo", "--env-id CartPole-v1 --env-backend envpool"),
+        ("ppo_cma", "--env-id InvertedPendulum-v4 --num-envs 2 --env-backend envpool"),
+        ("ppo_atari_multigpu", "--env-id Breakout-v5 --num-threads 1 --env-threads 1"),
+    ],
+)
+def test_bare_steps(script, flags):
+    steps = peers.bare(*peers.parse(script, [*flags.split(), "--total-timesteps", "1024"]))
+    if flags.endswith("CartPole-v1"):
+        assert steps == 1024
+    else:  # the step after each episode, which only resets, doesn't count
+        assert 800 < steps < 1024
+
+
+def test_peers_as_programs(root, capsys):
+    for argv in ([], ["sb3"], ["other", "ppo.py"], ["bare", "none.py"]):
+        with pytest.raises(SystemExit) as end:
+            peers.main(argv)
+        assert end.value.code == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_ours_is_faster_than_sb3_and_slower_than_its_environment(root, monkeypatch):
+    output = Path("out/speed.csv").resolve()
+    monkeypatch.chdir(root)
+    speed(("python ppo.py --env-id CartPole-v1",), rounds=1, seconds=2.0, output=output)
+    monkeypatch.chdir(output.parent.parent)
+    measured = summary(table()[1])
+    (ppo,), (sb3,), (bare,) = (measured[name].cpu_rates for name in ("ppo", "sb3", "bare"))
+    assert 1.2 * sb3 < ppo < bare / 2
+    assert 150 < measured["ppo"].memory < 1000
