@@ -372,9 +372,9 @@ def speed(
         bare: beside our scripts, the environments of the first command alone, at random
         rounds: measurements of each program
         seconds: the steps to measure are as many as take about so much CPU time
-        steps: that number of steps, the same for all programs
+        steps: if given, that number of steps instead, the same for all programs
         warmup_steps: steps before those; more where an iteration has more
-        threads: of OpenMP, OpenBLAS and MKL
+        threads: of OpenMP, OpenBLAS and MKL; our scripts have flags of their own
         vary: a flag and its values, e.g. "num-envs 1 2 4": measure with each, peers too
         output: the table; default benchmark/results/speed/<script>-<environment>.csv
     """
