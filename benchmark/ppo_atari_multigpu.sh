@@ -11,8 +11,9 @@ bench() {
 }
 script="torchrun --standalone --nproc-per-node=${PROCESSES:-2} ppo_atari_multigpu.py --bf16"
 
-bench --env-ids Pong-v5 --command \
-  "$script --num-minibatches 16 --update-epochs 3 --learning-rate 5e-4 --total-timesteps 1500000"
+more="--num-envs 32 --num-minibatches 8 --update-epochs 3 --clip-coef 0.2 --learning-rate 5e-4"
+
+bench --env-ids Pong-v5 --command "$script $more --total-timesteps 2000000"
 
 python -m benchmark.curves atari
 python benchmark/speed_atari.py --env-id Pong-v5 # on a machine that does nothing else
