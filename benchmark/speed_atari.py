@@ -45,7 +45,7 @@ class Args:
     """the game"""
     rounds: int = 3
     """rounds to measure"""
-    iterations: tuple[int, int] = (2, 8)
+    iterations: tuple[int, int] = (1, 5)
     """of the shorter and of the longer program; what is between them is measured"""
     num_envs: int = 8
     """environments of all processes together"""
