@@ -31,7 +31,6 @@ ONE_THREAD = ["--num-threads", "1", "--env-threads", "1"]
 VARIANTS = {  # what goes before the script, and after
     "1 process, 1 thread": ([], ONE_THREAD),
     "1 process, 1 thread, bf16": ([], [*ONE_THREAD, "--bf16"]),
-    "1 process, 2 threads": ([], ["--num-threads", "2", "--env-threads", "2"]),
     "2 processes, 1 thread each": (TORCHRUN, ONE_THREAD),
     "2 processes, 1 thread each, bf16": (TORCHRUN, [*ONE_THREAD, "--bf16"]),
 }
