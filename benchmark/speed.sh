@@ -14,3 +14,6 @@ speed --steps 40960 --command "compiled=$halfcheetah --compile" --command "eager
 kl="python ppo_kl_adaptive.py --env-id HalfCheetah-v4 --episodes-per-batch 5 --no-cuda"
 speed --steps 40000 --warmup-steps 10000 --command "1_environment=$kl" \
   --command "5_environments=$kl --num-envs 5"
+
+cma="python ppo_cma.py --env-id Humanoid-v4 --no-cuda"
+speed --no-sb3 --steps 64000 --warmup-steps 32000 --command "$cma"
