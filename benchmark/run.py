@@ -30,7 +30,6 @@ from typing import Literal
 
 from benchmark import data
 
-HERE = Path(__file__).resolve().parent
 STOPPED = {-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT}
 PLACES = ("{env_id}", "{seed}", "{run_dir}")  # in the command of a program that is not ours
 
