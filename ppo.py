@@ -28,6 +28,7 @@ Flags, TensorBoard tags and output are CleanRL's. Two defaults are not: a learni
 Left out on purpose: pixels, recurrence, action masks.
 """
 
+import atexit
 import contextlib
 import csv
 import dataclasses
@@ -260,6 +261,18 @@ def build_env(env_id: str, video_folder: Path | None = None, render: bool = Fals
     return env if flat or pixels else gym.wrappers.FlattenObservation(env)
 
 
+LONGEST_EPISODE = 100_000  # steps; where episodes are played to their end, more look endless
+
+
+def check_length(steps: int, env_id: str):
+    """Raise TimeoutError for an episode that does not seem to end."""
+    if steps > LONGEST_EPISODE:
+        raise TimeoutError(
+            f"{env_id}: an episode has not ended after {LONGEST_EPISODE:,} steps; register the "
+            "environment with max_episode_steps, or raise LONGEST_EPISODE"
+        )
+
+
 def episode_seed(*key: int) -> int:
     """The reset seed of an episode from (seed, environment, episode): no two runs share one."""
     return int(np.random.SeedSequence(key).generate_state(1)[0])
@@ -275,22 +288,46 @@ class Episodes(gym.Wrapper):
 
     def __init__(self, env: gym.Env, seed: int, index: int):
         super().__init__(env)
-        self.key = (seed, index)
+        self.key, self.shape = (seed, index), env.observation_space.shape
         self.episode, self.actions, self.over = -1, [], False
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         self.episode, self.actions, self.over = self.episode + 1, [], False
-        seed = episode_seed(*self.key, self.episode) if seed is None else seed
-        return self.env.reset(seed=seed, options=options)
+        self.reset_seed = episode_seed(*self.key, self.episode) if seed is None else seed
+        try:
+            obs, info = self.env.reset(seed=self.reset_seed, options=options)
+        except Exception as error:
+            raise RuntimeError(f"{error!r} {self.where()}") from error
+        self.check(obs)
+        return obs, info
 
     def step(self, action):
         if self.over:
             obs, info = self.reset()
             return obs, 0.0, False, False, info
         self.actions.append(action)
-        obs, reward, terminated, truncated, info = self.env.step(action)
+        try:
+            obs, reward, terminated, truncated, info = self.env.step(action)
+        except Exception as error:
+            raise RuntimeError(f"{error!r} {self.where()}") from error
+        self.check(obs, reward)
         self.over = terminated or truncated
         return obs, reward, terminated, truncated, info
+
+    def where(self) -> str:
+        """Which episode this is, how it was reset, and its step."""
+        place = f"environment {self.key[1]}, episode {self.episode} (seed {self.reset_seed})"
+        return f"in step {len(self.actions)} of {place}"
+
+    def check(self, obs, reward: float = 0.0):
+        """Stop at what nothing can be learned from."""
+        if np.shape(obs) != self.shape:
+            raise ValueError(f"an observation {np.shape(obs)}, not {self.shape}, {self.where()}")
+        # a sum is cheaper to look at than each of its terms, and too large at times
+        if not math.isfinite(np.dot(obs, obs)) and not np.isfinite(obs).all():
+            raise FloatingPointError(f"an observation is not finite {self.where()}")
+        if not math.isfinite(reward):
+            raise FloatingPointError(f"a reward is not finite {self.where()}")
 
     def progress(self) -> tuple[int, list]:
         """The number of this episode and its actions so far."""
@@ -337,6 +374,60 @@ class GymnasiumEnvs:
 
     def close(self):
         self.call("close")
+
+
+class AsyncEnvs(gym.vector.AsyncVectorEnv):
+    """gymnasium's, with each environment in a process of its own; tells when one of these dies."""
+
+    def __init__(self, thunks):
+        super().__init__([in_worker(thunk) for thunk in thunks])
+        for process in self.processes:
+            atexit.register(process.kill)  # SIGTERM would not do
+
+    def step(self, actions):
+        with self.deaths_told():
+            return super().step(actions)
+
+    def call(self, name: str, *args, **kwargs) -> tuple:
+        with self.deaths_told():
+            return super().call(name, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def deaths_told(self):
+        try:
+            yield
+        except (EOFError, ConnectionError):
+            for i, process in enumerate(self.processes):
+                process.join(0.1)
+                if process.exitcode is not None:
+                    raise RuntimeError(
+                        f"the process of environment {i} died, exit code {process.exitcode} (-9: "
+                        "it was killed, perhaps for want of memory; try fewer environments)"
+                    ) from None
+            raise
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False):
+        try:
+            if not terminate:
+                return super().close_extras(timeout)
+        except (EOFError, ConnectionError):  # one is dead already
+            pass
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def in_worker(thunk):
+    """`thunk` for a process of its own, which leaves signals to the process that trains."""
+
+    def start():
+        if multiprocessing.parent_process():
+            for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # a scheduler sends them to all
+                if hasattr(signal, name):
+                    signal.signal(getattr(signal, name), signal.SIG_IGN)
+        return thunk()
+
+    return start
 
 
 class Envs:
@@ -394,26 +485,11 @@ def make_envs(args: Args, start: int = 0, video_folder: Path | None = None) -> E
         thunks = [
             make_env(args.env_id, i, bool(video_folder), "", **more) for i in range(args.num_envs)
         ]
-        if args.env_backend == "async":
-            vector = gym.vector.AsyncVectorEnv([in_worker(thunk) for thunk in thunks])
-        else:
-            vector = GymnasiumEnvs(thunks)
+        vector = (AsyncEnvs if args.env_backend == "async" else GymnasiumEnvs)(thunks)
     problem = unsupported(vector.single_observation_space, vector.single_action_space)
     if problem:
         fail(f"--env-id {args.env_id}: {problem}")
     return Envs(vector)
-
-
-def in_worker(thunk):
-    """`thunk` for a process of its own, which leaves signals to the process that trains."""
-
-    def start():
-        if multiprocessing.parent_process():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        return thunk()
-
-    return start
 
 
 def make_envpool(args: Args, start: int):
@@ -483,7 +559,9 @@ class FlatAdam:
         self.exp_avg_sq.mul_(0.999).addcmul_(grad, grad, value=0.001)
         mean = self.exp_avg / (1.0 - 0.9**self.steps)
         square = self.exp_avg_sq / (1.0 - 0.999**self.steps)
-        self.parameters -= learning_rate * mean / (square.sqrt() + 1e-5)
+        change = learning_rate * mean / (square.sqrt() + 1e-5)
+        # a gradient that is not finite stays in the averages, and no step is taken any more
+        self.parameters -= torch.where(change.isfinite().all(), change, 0.0)
 
     def state(self) -> dict[str, torch.Tensor]:
         return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "steps": self.steps}
@@ -673,14 +751,32 @@ def minibatch_step(agent: Agent, batch: Batch, rows: torch.Tensor, learning_rate
         return torch.stack([*metrics, norm])
 
 
+def check_finite(data: Rollout):
+    """Raise FloatingPointError if an observation or a reward is not finite."""
+    for name, array in (("an observation", data.obs), ("a reward", data.rewards)):
+        if not np.isfinite(array).all():
+            t, i, *_ = np.argwhere(~np.isfinite(array))[0]
+            raise FloatingPointError(f"{name} is not finite in row {t}, column {i} of the rollout")
+
+
+def check_metrics(agent: Agent, metrics: torch.Tensor) -> torch.Tensor:
+    """Raise FloatingPointError, telling where, unless all METRICS [minibatches, 7] are finite."""
+    bad = ~metrics.isfinite()
+    if bad.any():
+        first = int(bad.any(dim=1).nonzero()[0])
+        names = [name for name, is_bad in zip(METRICS, bad[first], strict=True) if is_bad]
+        raise FloatingPointError(f"{', '.join(names)} is not finite in minibatch {first}")
+    if not agent.optimizer.parameters.isfinite().all():
+        raise FloatingPointError("a parameter is not finite")
+    return metrics
+
+
 def update(agent: Agent, data: Rollout, learning_rate: float, args: Args) -> dict[str, float]:
     """One iteration of learning from a rollout; returns the metrics, averaged over minibatches.
 
     Raises FloatingPointError if the data, a metric or a parameter is not finite.
     """
-    for name, array in (("an observation", data.obs), ("a reward", data.rewards[data.valid])):
-        if not np.isfinite(array).all():
-            raise FloatingPointError(f"{name} is not finite")
+    check_finite(data)
 
     device = agent.optimizer.parameters.device
     with torch.no_grad():
@@ -712,10 +808,7 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args) -> dic
             kl = torch.stack(metrics[-len(minibatches) :])[:, METRICS.index("approx_kl")].mean()
             if kl > args.target_kl:
                 break
-    means = torch.stack(metrics).mean(dim=0).cpu()
-    bad = [name for name, mean in zip(METRICS, means, strict=True) if not mean.isfinite()]
-    if bad or not agent.optimizer.parameters.isfinite().all():
-        raise FloatingPointError(f"{', '.join(bad) or 'a parameter'} is not finite")
+    means = check_metrics(agent, torch.stack(metrics)).mean(dim=0).cpu()
     agent.refresh_actor()
     residual, targets = (batch.returns - batch.values)[rows], batch.returns[rows]
     variance = targets.var(correction=0).item()
@@ -778,26 +871,41 @@ class Run:
         self.lines: list[str] = []  # for standard output, at the end of the iteration
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            if not checkpoint and any(self.folder.iterdir()):
+                fail(f"--run-dir {self.folder}: not empty; --resume {self.folder} continues a run")
+            self.open_logs(state.get("logs", {}))
+            self.write_json("running")
         except OSError as error:
-            fail(f"--run-dir {self.folder}: {error.strerror}")
-        if not checkpoint and any(self.folder.iterdir()):
-            fail(f"--run-dir {self.folder}: not empty; --resume {self.folder} continues a run")
-        for path in self.logs():
-            size = state["logs"].get(path.name)
-            path.unlink() if size is None else os.truncate(path, size)
-        self.writer = SummaryWriter(str(self.folder))
-        csv_path = self.folder / "episodes.csv"
-        self.csv_file = csv_path.open("a", buffering=1, newline="")  # written row by row
-        self.csv = csv.writer(self.csv_file, lineterminator="\n")
-        if not checkpoint:
-            self.csv.writerow(["global_step", "seconds", "return", "length"])
-            rows = "".join(f"\n|{name}|{value}|" for name, value in asdict(args).items())
-            self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|{rows}")
-        self.write_json("running")
+            fail(f"{self.folder}: {error.strerror or error}; choose a folder to write to")
         self.bar = tqdm(
             total=args.total_timesteps, initial=self.global_step, unit="step", unit_scale=True,
             disable=None, dynamic_ncols=True, leave=False,
         )  # fmt: skip
+
+    def open_logs(self, sizes: dict[str, int]):
+        """Open the logs, which no other process may, as they were at the checkpoint: `sizes`."""
+        self.csv_file = (self.folder / "episodes.csv").open("a", buffering=1, newline="")
+        with contextlib.suppress(ImportError):  # on Windows
+            import fcntl
+
+            try:
+                fcntl.flock(self.csv_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fail(f"{self.folder}: another process is training there")
+        found = {path.name: path for path in self.logs() if path.stat().st_size}
+        for name, path in found.items():
+            if path.stat().st_size < sizes.get(name, 0):
+                fail(f"{path}: cut off since the checkpoint; put it back whole, or delete it")
+            os.truncate(path, sizes[name]) if name in sizes else path.unlink()
+        for name in sizes.keys() - found:
+            print(f"{self.folder / name}: gone since the checkpoint, and going on without")
+        self.writer = SummaryWriter(str(self.folder))
+        self.csv = csv.writer(self.csv_file, lineterminator="\n")
+        if "episodes.csv" not in found:
+            self.csv.writerow(["global_step", "seconds", "return", "length"])
+        if not sizes:
+            rows = "".join(f"\n|{name}|{value}|" for name, value in asdict(self.args).items())
+            self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|{rows}")
 
     def logs(self) -> list[Path]:
         return [*self.folder.glob("events.out.tfevents.*"), *self.folder.glob("episodes.csv")]
@@ -871,6 +979,20 @@ class Run:
         self.write_json(status, final_return=round(final, 4) if last else None)
         return final
 
+    def abort(self, error: Exception):
+        """Close a run that failed. Says where, and the rest if no traceback is needed for it."""
+        with contextlib.suppress(OSError):  # of a full disk, for one
+            self.close("failed")
+        where = f"in iteration {self.iteration + 1}, after step {self.global_step:,}"
+        line, hint = f"{self.folder}: stopped {where}", ""
+        if (self.folder / "checkpoint.pt").is_file():
+            hint = "; its checkpoint.pt is the last good one: mend the cause and --resume"
+        if not isinstance(error, FloatingPointError | OSError):
+            error.add_note(line + hint)
+            raise error
+        print(f"{line}: {error}{hint}", file=sys.stderr)
+        raise SystemExit(1)
+
 
 def savable(args: Args) -> dict:
     """The arguments as plain values; not the folders, which may move."""
@@ -890,11 +1012,20 @@ def save_checkpoint(run: Run, agent: Agent, envs):
         "seconds": run.seconds(),
         "logs": {path.name: path.stat().st_size for path in run.logs()},
     }
+    for path in run.logs():  # which must last as long as the checkpoint that counts on them
+        with open(path, "r+b") as file:
+            os.fsync(file.fileno())
     temporary = run.folder / "checkpoint.pt.tmp"
-    with open(temporary, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(temporary, "w+b") as file:
+            torch.save(content, file)
+            file.seek(0)
+            file.write(hashlib.file_digest(file, "sha256").digest())  # torch.load minds no more
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:  # which is torch's, of another
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"{temporary} can't be written: {error.__context__ or error}") from None
     temporary.replace(run.folder / "checkpoint.pt")
 
 
@@ -904,12 +1035,18 @@ def load_checkpoint(folder: Path) -> dict:
     if not path.is_file():
         fail(f"{folder}: no checkpoint.pt there; a run writes its first one as training starts")
     try:
+        data = memoryview(path.read_bytes())
+        if hashlib.sha256(data[:-32]).digest() != data[-32:]:  # torch.load would not notice
+            raise ValueError("not the bytes that were written")
         content = torch.load(path, map_location="cpu", weights_only=True)
-        script = content["script"]
+        script, args = content["script"], content["args"]
     except Exception as error:  # damage shows in many ways
         fail(f"{path}: damaged, or not a checkpoint of this project ({type(error).__name__})")
     if script != Path(__file__).stem:
         fail(f"{path}: written by {script}.py; use that script")
+    unknown = args.keys() - {field.name for field in dataclasses.fields(Args)}
+    if unknown:
+        fail(f"{path}: of another version of {script}.py, which has --{unknown.pop()}")
     return content
 
 
@@ -949,14 +1086,15 @@ def evaluate(args: Args) -> list[float]:
         fail(f"--capture-video: {error}")
     agent = Agent(envs, args)
     load_agent(agent, load_checkpoint(args.evaluate))
-    returns, total = [], 0.0
+    returns, total, steps = [], 0.0, 0
     while len(returns) < args.eval_episodes:
         (reward,), (terminated,), (truncated,) = envs.step(agent.act(envs.obs))
-        total += float(reward)
+        total, steps = total + float(reward), steps + 1
+        check_length(steps, args.env_id)
         if terminated or truncated:
             print(f"eval_episode={len(returns)}, episodic_return={total:.2f}", flush=True)
             returns.append(total)
-            total = 0.0
+            total, steps = 0.0, 0
     envs.close()
     print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
@@ -993,7 +1131,8 @@ def compile_update(agent: Agent, device: torch.device):
 
 @contextlib.contextmanager
 def stop_on_signals():
-    """Inside, SIGTERM or Ctrl-C only joins the list yielded; a second Ctrl-C acts at once."""
+    """Inside, SIGTERM, SIGUSR1 (a scheduler's warning) or Ctrl-C only joins the list yielded; a
+    second Ctrl-C acts at once."""
     received = []
 
     def handler(number, frame):
@@ -1002,7 +1141,8 @@ def stop_on_signals():
             signal.signal(number, before[number])
         print("\nstopping after this iteration; Ctrl-C: at once", file=sys.stderr, flush=True)
 
-    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield received
     finally:
@@ -1034,8 +1174,6 @@ def set_up(args: Args):
         names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": name}
         wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=True)
     run = Run(args, name, checkpoint)
-    if not checkpoint:
-        save_checkpoint(run, agent, envs)
     parameters = sum(p.numel() for p in agent.parameters())
     run.write(f"{args.env_id}, {device}, {parameters:,} parameters, in {run.folder}")
     batch = args.num_envs * args.num_steps
@@ -1053,6 +1191,8 @@ def train(args: Args) -> str:
     with stop_on_signals() as stop:
         envs, agent, run = set_up(args)
         try:
+            if not args.resume:
+                save_checkpoint(run, agent, envs)
             while run.iteration < num_iterations and not stop:
                 # learning-rate annealing (detail 4)
                 remaining = 1.0 - run.iteration / num_iterations if args.anneal_lr else 1.0
@@ -1065,12 +1205,7 @@ def train(args: Args) -> str:
             if run.iteration % args.checkpoint_interval:  # else just saved
                 save_checkpoint(run, agent, envs)
         except Exception as error:
-            run.close("failed")
-            if not isinstance(error, FloatingPointError):
-                raise
-            where = f"{run.folder}: stopped in iteration {run.iteration + 1}"
-            print(f"{where}: {error}; its checkpoint.pt is the last good one", file=sys.stderr)
-            raise SystemExit(1) from None
+            run.abort(error)
         finally:
             envs.close()
 

@@ -347,6 +347,7 @@ class FlatAdam:
         nn.utils.vector_to_parameters(self.parameters, parameters)
         self.shapes = {name: p.shape for name, p in module.named_parameters()}
         self.adam = torch.optim.Adam([self.parameters], eps=1e-5, fused=True)
+        self.adam.found_inf = torch.zeros((), device=self.parameters.device)  # at 1 it won't step
 
     def named(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
         """A vector [P] as the module's named parameters."""
@@ -519,6 +520,7 @@ def minibatch_grad(agent: Agent, minibatch: Batch, total: torch.Tensor, args: Ar
 def apply_grad(agent: Agent, grad: torch.Tensor, learning_rate: torch.Tensor, args: Args):
     """One step of Adam with the gradient of all processes [P]; its norm, before clipping."""
     norm = grad.norm()  # over all parameters (detail 11)
+    agent.optimizer.adam.found_inf.logical_or_(~norm.isfinite())  # from then on
     grad.mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
     agent.optimizer.step(grad, learning_rate)
     return norm
@@ -549,6 +551,18 @@ def advantage_moments(batch: Batch, rows: list[torch.Tensor], world: "World") ->
     squares = [(w[i] * (x[i] - m).square()).sum() for i, m in zip(rows, mean, strict=True)]
     std = (world.sum(torch.stack(squares)) / (count - 1.0).clamp(min=1.0)).sqrt()
     return torch.stack([mean, std, count.clamp(min=1.0)], dim=-1).float()
+
+
+def check_metrics(agent: Agent, metrics: torch.Tensor) -> torch.Tensor:
+    """Raise FloatingPointError, telling where, unless all METRICS [minibatches, 7] are finite."""
+    bad = ~metrics.isfinite()
+    if bad.any():
+        first = int(bad.any(dim=1).nonzero()[0])
+        names = [name for name, is_bad in zip(METRICS, bad[first], strict=True) if is_bad]
+        raise FloatingPointError(f"{', '.join(names)} is not finite in minibatch {first}")
+    if not agent.optimizer.parameters.isfinite().all():
+        raise FloatingPointError("a parameter is not finite")
+    return metrics
 
 
 def update(
@@ -594,10 +608,7 @@ def update(
         kl = metrics[-1][:, METRICS.index("approx_kl")].mean()
         if args.target_kl is not None and kl > args.target_kl:
             break
-    means = torch.cat(metrics).mean(dim=0).cpu()
-    bad = [name for name, mean in zip(METRICS, means, strict=True) if not mean.isfinite()]
-    if bad or not agent.optimizer.parameters.isfinite().all():
-        raise FloatingPointError(f"{', '.join(bad) or 'a parameter'} is not finite")
+    means = check_metrics(agent, torch.cat(metrics)).mean(dim=0).cpu()
 
     residual, targets = (batch.returns - batch.values).double(), batch.returns.double()
     powers = [x.pow(k) * batch.weights for x in (residual, targets) for k in (0, 1, 2)]
@@ -667,26 +678,41 @@ class Run:
         self.lines: list[str] = []  # for standard output, at the end of the iteration
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            if not checkpoint and any(self.folder.iterdir()):
+                fail(f"--run-dir {self.folder}: not empty; --resume {self.folder} continues a run")
+            self.open_logs(state.get("logs", {}))
+            self.write_json("running")
         except OSError as error:
-            fail(f"--run-dir {self.folder}: {error.strerror}")
-        if not checkpoint and any(self.folder.iterdir()):
-            fail(f"--run-dir {self.folder}: not empty; --resume {self.folder} continues a run")
-        for path in self.logs():
-            size = state["logs"].get(path.name)
-            path.unlink() if size is None else os.truncate(path, size)
-        self.writer = SummaryWriter(str(self.folder))
-        csv_path = self.folder / "episodes.csv"
-        self.csv_file = csv_path.open("a", buffering=1, newline="")  # written row by row
-        self.csv = csv.writer(self.csv_file, lineterminator="\n")
-        if not checkpoint:
-            self.csv.writerow(["global_step", "seconds", "return", "length"])
-            rows = "".join(f"\n|{name}|{value}|" for name, value in asdict(args).items())
-            self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|{rows}")
-        self.write_json("running")
+            fail(f"{self.folder}: {error.strerror or error}; choose a folder to write to")
         self.bar = tqdm(
             total=args.total_timesteps, initial=self.global_step, unit="step", unit_scale=True,
             disable=None, dynamic_ncols=True, leave=False,
         )  # fmt: skip
+
+    def open_logs(self, sizes: dict[str, int]):
+        """Open the logs, which no other process may, as they were at the checkpoint: `sizes`."""
+        self.csv_file = (self.folder / "episodes.csv").open("a", buffering=1, newline="")
+        with contextlib.suppress(ImportError):  # on Windows
+            import fcntl
+
+            try:
+                fcntl.flock(self.csv_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fail(f"{self.folder}: another process is training there")
+        found = {path.name: path for path in self.logs() if path.stat().st_size}
+        for name, path in found.items():
+            if path.stat().st_size < sizes.get(name, 0):
+                fail(f"{path}: cut off since the checkpoint; put it back whole, or delete it")
+            os.truncate(path, sizes[name]) if name in sizes else path.unlink()
+        for name in sizes.keys() - found:
+            print(f"{self.folder / name}: gone since the checkpoint, and going on without")
+        self.writer = SummaryWriter(str(self.folder))
+        self.csv = csv.writer(self.csv_file, lineterminator="\n")
+        if "episodes.csv" not in found:
+            self.csv.writerow(["global_step", "seconds", "return", "length"])
+        if not sizes:
+            rows = "".join(f"\n|{name}|{value}|" for name, value in asdict(self.args).items())
+            self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|{rows}")
 
     def logs(self) -> list[Path]:
         return [*self.folder.glob("events.out.tfevents.*"), *self.folder.glob("episodes.csv")]
@@ -760,6 +786,20 @@ class Run:
         self.write_json(status, final_return=round(final, 4) if last else None)
         return final
 
+    def abort(self, error: Exception):
+        """Close a run that failed. Says where, and the rest if no traceback is needed for it."""
+        with contextlib.suppress(OSError):  # of a full disk, for one
+            self.close("failed")
+        where = f"in iteration {self.iteration + 1}, after step {self.global_step:,}"
+        line, hint = f"{self.folder}: stopped {where}", ""
+        if (self.folder / "checkpoint.pt").is_file():
+            hint = "; its checkpoint.pt is the last good one: mend the cause and --resume"
+        if not isinstance(error, FloatingPointError | OSError):
+            error.add_note(line + hint)
+            raise error
+        print(f"{line}: {error}{hint}", file=sys.stderr)
+        raise SystemExit(1)
+
 
 class Follower:
     """What processes other than rank 0 have for a Run: its counters. They write nothing."""
@@ -775,6 +815,11 @@ class Follower:
     def log_iteration(self, metrics: dict[str, float]):
         self.iteration += 1
         self.lines.clear()
+
+    def abort(self, error: Exception):
+        if not isinstance(error, FloatingPointError):  # which rank 0 tells
+            raise error
+        raise SystemExit(1)
 
 
 def savable(args: Args) -> dict:
@@ -795,11 +840,20 @@ def save_checkpoint(run: Run, agent: Agent, envs):
         "seconds": run.seconds(),
         "logs": {path.name: path.stat().st_size for path in run.logs()},
     }
+    for path in run.logs():  # which must last as long as the checkpoint that counts on them
+        with open(path, "r+b") as file:
+            os.fsync(file.fileno())
     temporary = run.folder / "checkpoint.pt.tmp"
-    with open(temporary, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(temporary, "w+b") as file:
+            torch.save(content, file)
+            file.seek(0)
+            file.write(hashlib.file_digest(file, "sha256").digest())  # torch.load minds no more
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:  # which is torch's, of another
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"{temporary} can't be written: {error.__context__ or error}") from None
     temporary.replace(run.folder / "checkpoint.pt")
 
 
@@ -809,12 +863,18 @@ def load_checkpoint(folder: Path) -> dict:
     if not path.is_file():
         fail(f"{folder}: no checkpoint.pt there; a run writes its first one as training starts")
     try:
+        data = memoryview(path.read_bytes())
+        if hashlib.sha256(data[:-32]).digest() != data[-32:]:  # torch.load would not notice
+            raise ValueError("not the bytes that were written")
         content = torch.load(path, map_location="cpu", weights_only=True)
-        script = content["script"]
+        script, args = content["script"], content["args"]
     except Exception as error:  # damage shows in many ways
         fail(f"{path}: damaged, or not a checkpoint of this project ({type(error).__name__})")
     if script != Path(__file__).stem:
         fail(f"{path}: written by {script}.py; use that script")
+    unknown = args.keys() - {field.name for field in dataclasses.fields(Args)}
+    if unknown:
+        fail(f"{path}: of another version of {script}.py, which has --{unknown.pop()}")
     return content
 
 
@@ -960,7 +1020,8 @@ class World:
 
 @contextlib.contextmanager
 def stop_on_signals():
-    """Inside, SIGTERM or Ctrl-C only joins the list yielded; a second Ctrl-C acts at once."""
+    """Inside, SIGTERM, SIGUSR1 (a scheduler's warning) or Ctrl-C only joins the list yielded; a
+    second Ctrl-C acts at once."""
     received = []
 
     def handler(number, frame):
@@ -969,7 +1030,8 @@ def stop_on_signals():
             signal.signal(number, before[number])
         print("\nstopping after this iteration; Ctrl-C: at once", file=sys.stderr, flush=True)
 
-    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield received
     finally:
@@ -1029,8 +1091,6 @@ def set_up(args: Args, world: World):
         names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": name}
         wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=True)
     run = Run(args, name, checkpoint)
-    if not checkpoint:
-        save_checkpoint(run, agent, envs)
     parameters = sum(p.numel() for p in agent.parameters())
     backend = f", {dist.get_backend()}" if world.size > 1 else ""
     run.write(
@@ -1068,6 +1128,8 @@ def train(args: Args) -> str | None:
         envs, agent, run = set_up(args, world)
         leader = world.rank == 0
         try:
+            if leader and not args.resume:
+                save_checkpoint(run, agent, envs)
             while run.iteration < num_iterations and not world.any(stop):
                 # learning-rate annealing (detail 4)
                 remaining = 1.0 - run.iteration / num_iterations if args.anneal_lr else 1.0
@@ -1083,14 +1145,7 @@ def train(args: Args) -> str | None:
             if leader and run.iteration % args.checkpoint_interval:  # else just saved
                 save_checkpoint(run, agent, envs)
         except Exception as error:
-            if leader:
-                run.close("failed")
-            if not isinstance(error, FloatingPointError):
-                raise
-            if leader:
-                where = f"{run.folder}: stopped in iteration {run.iteration + 1}"
-                print(f"{where}: {error}; its checkpoint.pt is the last good one", file=sys.stderr)
-            raise SystemExit(1) from None
+            run.abort(error)
         finally:
             envs.close()
 

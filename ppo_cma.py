@@ -261,19 +261,73 @@ def build_env(env_id: str, video_folder: Path | None = None, render: bool = Fals
     return env if flat or pixels else gym.wrappers.FlattenObservation(env)
 
 
+LONGEST_EPISODE = 100_000  # steps; where episodes are played to their end, more look endless
+
+
+def check_length(steps: int, env_id: str):
+    """Raise TimeoutError for an episode that does not seem to end."""
+    if steps > LONGEST_EPISODE:
+        raise TimeoutError(
+            f"{env_id}: an episode has not ended after {LONGEST_EPISODE:,} steps; register the "
+            "environment with max_episode_steps, or raise LONGEST_EPISODE"
+        )
+
+
 def episode_seed(*key: int) -> int:
     """The reset seed of an episode from (seed, environment, episode): no two runs share one."""
     return int(np.random.SeedSequence(key).generate_state(1)[0])
+
+
+class Episodes(gym.Wrapper):
+    """Seeds every episode by (seed, environment, episode), and says where an environment fails."""
+
+    def __init__(self, env: gym.Env, seed: int, index: int):
+        super().__init__(env)
+        self.key, self.shape = (seed, index), env.observation_space.shape
+        self.episode, self.steps = -1, 0
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        self.episode, self.steps = self.episode + 1, 0
+        self.reset_seed = episode_seed(*self.key, self.episode) if seed is None else seed
+        try:
+            obs, info = self.env.reset(seed=self.reset_seed, options=options)
+        except Exception as error:
+            raise RuntimeError(f"{error!r} {self.where()}") from error
+        self.check(obs)
+        return obs, info
+
+    def step(self, action):
+        self.steps += 1
+        try:
+            obs, reward, terminated, truncated, info = self.env.step(action)
+        except Exception as error:
+            raise RuntimeError(f"{error!r} {self.where()}") from error
+        self.check(obs, reward)
+        return obs, reward, terminated, truncated, info
+
+    def where(self) -> str:
+        """Which episode this is, how it was reset, and its step."""
+        place = f"environment {self.key[1]}, episode {self.episode} (seed {self.reset_seed})"
+        return f"in step {self.steps} of {place}"
+
+    def check(self, obs, reward: float = 0.0):
+        """Stop at what nothing can be learned from."""
+        if np.shape(obs) != self.shape:
+            raise ValueError(f"an observation {np.shape(obs)}, not {self.shape}, {self.where()}")
+        # a sum is cheaper to look at than each of its terms, and too large at times
+        if not math.isfinite(np.dot(obs, obs)) and not np.isfinite(obs).all():
+            raise FloatingPointError(f"an observation is not finite {self.where()}")
+        if not math.isfinite(reward):
+            raise FloatingPointError(f"a reward is not finite {self.where()}")
 
 
 class GymnasiumEnvs:
     """`num_envs` gymnasium environments, stepped one after the other in this process."""
 
     def __init__(self, args: Args, first: int = 0, video_folder: Path | None = None):
-        self.action_repeat, self.seed = args.action_repeat, args.seed
-        self.episodes = [0] * args.num_envs  # started, per environment
+        self.action_repeat = args.action_repeat
         self.envs = [
-            build_env(args.env_id, video_folder, args.render and i == 0)
+            Episodes(build_env(args.env_id, video_folder, args.render and i == 0), args.seed, i)
             for i in range(args.num_envs)
         ]
         self.single_observation_space = self.envs[0].observation_space
@@ -281,9 +335,6 @@ class GymnasiumEnvs:
 
     def reset(self, i: int, seed: int | None = None) -> np.ndarray:
         """Start an episode in environment i; its first observation [D]."""
-        if seed is None:
-            self.episodes[i] += 1
-            seed = episode_seed(self.seed, i, self.episodes[i] - 1)
         return self.envs[i].reset(seed=seed)[0].astype(np.float32)
 
     def step(self, ids: np.ndarray, actions: np.ndarray):
@@ -316,7 +367,7 @@ class EnvPoolEnvs:
             import envpool
         except ImportError:
             fail("--env-backend envpool: not installed; pip install envpool")
-        self.action_repeat, self.episodes = args.action_repeat, [0] * args.num_envs
+        self.action_repeat = args.action_repeat
         if first:
             print("EnvPool's generators can't be restored: resuming with new episodes")
         ids = envpool.list_all_envs()
@@ -333,7 +384,6 @@ class EnvPoolEnvs:
 
     def reset(self, i: int, seed: int | None = None) -> np.ndarray:
         """Start an episode in environment i, which goes on with the seed it was made with."""
-        self.episodes[i] += 1
         return self.pool.reset(np.array([i]))[0][0].astype(np.float32)
 
     def step(self, ids: np.ndarray, actions: np.ndarray):
@@ -648,20 +698,37 @@ def history_minibatches(sizes, batch: int, args: Args, generator: torch.Generato
     return (sizes.cumsum(0) - sizes)[slots] + within.long()
 
 
+def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor:
+    """A step down the gradient of the loss; the gradient's norm. From the first of both that is not
+    finite no step is taken any more: `found_inf` keeps a fused optimiser from it."""
+    optimizer.zero_grad()
+    loss.backward()
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    norm = nn.utils.get_total_norm(parameter.grad for parameter in parameters)
+    found = getattr(optimizer, "found_inf", torch.zeros_like(norm))
+    optimizer.found_inf = found.logical_or(~(loss + norm).isfinite()).float()
+    optimizer.step()
+    return norm
+
+
 def fit(name: str, optimizer: torch.optim.Optimizer, minibatches, loss_fn) -> float:
-    """One optimiser step per minibatch on `loss_fn(minibatch)`; the mean loss."""
-    losses = []
+    """One optimiser step per minibatch on `loss_fn(minibatch)`; the mean loss.
+
+    Raises FloatingPointError with the first loss or gradient that is not finite.
+    """
+    losses, norms = [], []
     for minibatch in minibatches:
         loss = loss_fn(minibatch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        norms.append(descend(optimizer, loss))
         losses.append(loss.detach())
-    losses = torch.stack(losses).cpu()
-    if not losses.isfinite().all():
-        first = int((~losses.isfinite()).nonzero()[0])
-        raise FloatingPointError(f"the {name} loss is {losses[first]} in minibatch {first}")
-    return losses.mean().item()
+    table = torch.stack([torch.stack(losses), torch.stack(norms)]).cpu()  # [2, minibatches]
+    if not table.isfinite().all():
+        first = int((~table.isfinite()).any(dim=0).nonzero()[0])
+        loss, norm = table[:, first].tolist()
+        raise FloatingPointError(
+            f"the {name} loss is {loss} in minibatch {first}, the norm of its gradient {norm}"
+        )
+    return table[0].mean().item()
 
 
 def pretrain_policy(agent: Agent):
@@ -806,6 +873,7 @@ def rollout(agent: Agent, envs, run: "Run", args: Args):
             agent.memorize(obs_before[k], actions[k], rewards[k], dones[k], env=i)
             returns[i] += rewards[k]
             lengths[i] += steps[k]
+            check_length(lengths[i], args.env_id)
             if dones[k]:
                 run.log_episode(run.global_step, returns[i], lengths[i])
                 returns[i], lengths[i] = 0.0, 0
@@ -831,26 +899,41 @@ class Run:
         self.lines: list[str] = []  # for standard output, at the end of the iteration
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            if not checkpoint and any(self.folder.iterdir()):
+                fail(f"--run-dir {self.folder}: not empty; --resume {self.folder} continues a run")
+            self.open_logs(state.get("logs", {}))
+            self.write_json("running")
         except OSError as error:
-            fail(f"--run-dir {self.folder}: {error.strerror}")
-        if not checkpoint and any(self.folder.iterdir()):
-            fail(f"--run-dir {self.folder}: not empty; --resume {self.folder} continues a run")
-        for path in self.logs():
-            size = state["logs"].get(path.name)
-            path.unlink() if size is None else os.truncate(path, size)
-        self.writer = SummaryWriter(str(self.folder))
-        csv_path = self.folder / "episodes.csv"
-        self.csv_file = csv_path.open("a", buffering=1, newline="")  # written row by row
-        self.csv = csv.writer(self.csv_file, lineterminator="\n")
-        if not checkpoint:
-            self.csv.writerow(["global_step", "seconds", "return", "length"])
-            rows = "".join(f"\n|{name}|{value}|" for name, value in asdict(args).items())
-            self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|{rows}")
-        self.write_json("running")
+            fail(f"{self.folder}: {error.strerror or error}; choose a folder to write to")
         self.bar = tqdm(
             total=args.total_timesteps, initial=self.global_step, unit="step", unit_scale=True,
             disable=None, dynamic_ncols=True, leave=False,
         )  # fmt: skip
+
+    def open_logs(self, sizes: dict[str, int]):
+        """Open the logs, which no other process may, as they were at the checkpoint: `sizes`."""
+        self.csv_file = (self.folder / "episodes.csv").open("a", buffering=1, newline="")
+        with contextlib.suppress(ImportError):  # on Windows
+            import fcntl
+
+            try:
+                fcntl.flock(self.csv_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fail(f"{self.folder}: another process is training there")
+        found = {path.name: path for path in self.logs() if path.stat().st_size}
+        for name, path in found.items():
+            if path.stat().st_size < sizes.get(name, 0):
+                fail(f"{path}: cut off since the checkpoint; put it back whole, or delete it")
+            os.truncate(path, sizes[name]) if name in sizes else path.unlink()
+        for name in sizes.keys() - found:
+            print(f"{self.folder / name}: gone since the checkpoint, and going on without")
+        self.writer = SummaryWriter(str(self.folder))
+        self.csv = csv.writer(self.csv_file, lineterminator="\n")
+        if "episodes.csv" not in found:
+            self.csv.writerow(["global_step", "seconds", "return", "length"])
+        if not sizes:
+            rows = "".join(f"\n|{name}|{value}|" for name, value in asdict(self.args).items())
+            self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|{rows}")
 
     def logs(self) -> list[Path]:
         return [*self.folder.glob("events.out.tfevents.*"), *self.folder.glob("episodes.csv")]
@@ -924,6 +1007,20 @@ class Run:
         self.write_json(status, final_return=round(final, 4) if last else None)
         return final
 
+    def abort(self, error: Exception):
+        """Close a run that failed. Says where, and the rest if no traceback is needed for it."""
+        with contextlib.suppress(OSError):  # of a full disk, for one
+            self.close("failed")
+        where = f"in iteration {self.iteration + 1}, after step {self.global_step:,}"
+        line, hint = f"{self.folder}: stopped {where}", ""
+        if (self.folder / "checkpoint.pt").is_file():
+            hint = "; its checkpoint.pt is the last good one: mend the cause and --resume"
+        if not isinstance(error, FloatingPointError | OSError):
+            error.add_note(line + hint)
+            raise error
+        print(f"{line}: {error}{hint}", file=sys.stderr)
+        raise SystemExit(1)
+
 
 def savable(args: Args) -> dict:
     """The arguments as plain values; not the folders, which may move."""
@@ -943,11 +1040,20 @@ def save_checkpoint(run: Run, agent: Agent, envs):
         "seconds": run.seconds(),
         "logs": {path.name: path.stat().st_size for path in run.logs()},
     }
+    for path in run.logs():  # which must last as long as the checkpoint that counts on them
+        with open(path, "r+b") as file:
+            os.fsync(file.fileno())
     temporary = run.folder / "checkpoint.pt.tmp"
-    with open(temporary, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(temporary, "w+b") as file:
+            torch.save(content, file)
+            file.seek(0)
+            file.write(hashlib.file_digest(file, "sha256").digest())  # torch.load minds no more
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:  # which is torch's, of another
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"{temporary} can't be written: {error.__context__ or error}") from None
     temporary.replace(run.folder / "checkpoint.pt")
 
 
@@ -957,12 +1063,18 @@ def load_checkpoint(folder: Path) -> dict:
     if not path.is_file():
         fail(f"{folder}: no checkpoint.pt there; a run writes its first one as training starts")
     try:
+        data = memoryview(path.read_bytes())
+        if hashlib.sha256(data[:-32]).digest() != data[-32:]:  # torch.load would not notice
+            raise ValueError("not the bytes that were written")
         content = torch.load(path, map_location="cpu", weights_only=True)
-        script = content["script"]
+        script, args = content["script"], content["args"]
     except Exception as error:  # damage shows in many ways
         fail(f"{path}: damaged, or not a checkpoint of this project ({type(error).__name__})")
     if script != Path(__file__).stem:
         fail(f"{path}: written by {script}.py; use that script")
+    unknown = args.keys() - {field.name for field in dataclasses.fields(Args)}
+    if unknown:
+        fail(f"{path}: of another version of {script}.py, which has --{unknown.pop()}")
     return content
 
 
@@ -984,7 +1096,7 @@ def training_state(agent: Agent, envs) -> dict:
         "updates": agent.updates,
         "generator": agent.generator.get_state(),
         "noise": agent.noise.bit_generator.state,
-        "episodes": envs.episodes,
+        "episodes": [env.episode for env in getattr(envs, "envs", ())],  # EnvPool tells nothing
     }
 
 
@@ -995,7 +1107,8 @@ def load_training_state(agent: Agent, envs, state: dict):
     agent.history.extend(Batch(*(x.to(device) for x in batch)) for batch in state["history"])
     agent.generator.set_state(state["generator"])
     agent.noise.bit_generator.state = state["noise"]
-    envs.episodes = state["episodes"]
+    for env, episode in zip(getattr(envs, "envs", ()), state["episodes"], strict=True):
+        env.episode = episode
 
 
 def evaluate(args: Args) -> list[float]:
@@ -1009,11 +1122,13 @@ def evaluate(args: Args) -> list[float]:
     load_agent(agent, load_checkpoint(args.evaluate))
     returns = []
     for episode in range(args.eval_episodes):
-        obs, done, total = envs.reset(0, episode_seed(args.seed, 2**31, episode)), False, 0.0
+        obs, done = envs.reset(0, episode_seed(args.seed, 2**31, episode)), False
+        total, length = 0.0, 0
         while not done:
             action = agent.act(obs, deterministic=True)
-            (obs,), (reward,), (done,), _ = envs.step(np.arange(1), action[None])
-            total += float(reward)
+            (obs,), (reward,), (done,), (steps,) = envs.step(np.arange(1), action[None])
+            total, length = total + float(reward), length + steps
+            check_length(length, args.env_id)
         returns.append(total)
         print(f"eval_episode={episode}, episodic_return={total:.2f}", flush=True)
     envs.close()
@@ -1037,7 +1152,8 @@ def compile_networks(agent: Agent):
 
 @contextlib.contextmanager
 def stop_on_signals():
-    """Inside, SIGTERM or Ctrl-C only joins the list yielded; a second Ctrl-C acts at once."""
+    """Inside, SIGTERM, SIGUSR1 (a scheduler's warning) or Ctrl-C only joins the list yielded; a
+    second Ctrl-C acts at once."""
     received = []
 
     def handler(number, frame):
@@ -1046,7 +1162,8 @@ def stop_on_signals():
             signal.signal(number, before[number])
         print("\nstopping after this iteration; Ctrl-C: at once", file=sys.stderr, flush=True)
 
-    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield received
     finally:
@@ -1075,8 +1192,6 @@ def set_up(args: Args):
         names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": name}
         wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=True)
     run = Run(args, name, checkpoint)
-    if not checkpoint:
-        save_checkpoint(run, agent, envs)
     parameters = sum(p.numel() for p in agent.parameters())
     run.write(f"{args.mode} on {args.env_id}, {device}, {parameters:,} parameters, in {run.folder}")
     run.write(
@@ -1091,6 +1206,8 @@ def train(args: Args) -> str:
     with stop_on_signals() as stop:
         envs, agent, run = set_up(args)
         try:
+            if not args.resume:
+                save_checkpoint(run, agent, envs)
             while run.global_step < args.total_timesteps and not stop:
                 rollout(agent, envs, run, args)
                 metrics = agent.update_with_memorized()
@@ -1105,12 +1222,7 @@ def train(args: Args) -> str:
             if run.iteration % args.checkpoint_interval:  # else just saved
                 save_checkpoint(run, agent, envs)
         except Exception as error:
-            run.close("failed")
-            if not isinstance(error, FloatingPointError):
-                raise
-            where = f"{run.folder}: stopped in iteration {run.iteration + 1}"
-            print(f"{where}: {error}; its checkpoint.pt is the last good one", file=sys.stderr)
-            raise SystemExit(1) from None
+            run.abort(error)
         finally:
             envs.close()
 

@@ -348,6 +348,18 @@ def build_env(env_id: str, video_folder: Path | None = None, render: bool = Fals
     return env if flat or pixels else gym.wrappers.FlattenObservation(env)
 
 
+LONGEST_EPISODE = 100_000  # steps; where episodes are played to their end, more look endless
+
+
+def check_length(steps: int, env_id: str):
+    """Raise TimeoutError for an episode that does not seem to end."""
+    if steps > LONGEST_EPISODE:
+        raise TimeoutError(
+            f"{env_id}: an episode has not ended after {LONGEST_EPISODE:,} steps; register the "
+            "environment with max_episode_steps, or raise LONGEST_EPISODE"
+        )
+
+
 def episode_seed(*key: int) -> int:
     """The reset seed of an episode from (seed, environment, episode): no two runs share one."""
     return int(np.random.SeedSequence(key).generate_state(1)[0])
@@ -363,22 +375,46 @@ class Episodes(gym.Wrapper):
 
     def __init__(self, env: gym.Env, seed: int, index: int):
         super().__init__(env)
-        self.key = (seed, index)
+        self.key, self.shape = (seed, index), env.observation_space.shape
         self.episode, self.actions, self.over = -1, [], False
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         self.episode, self.actions, self.over = self.episode + 1, [], False
-        seed = episode_seed(*self.key, self.episode) if seed is None else seed
-        return self.env.reset(seed=seed, options=options)
+        self.reset_seed = episode_seed(*self.key, self.episode) if seed is None else seed
+        try:
+            obs, info = self.env.reset(seed=self.reset_seed, options=options)
+        except Exception as error:
+            raise RuntimeError(f"{error!r} {self.where()}") from error
+        self.check(obs)
+        return obs, info
 
     def step(self, action):
         if self.over:
             obs, info = self.reset()
             return obs, 0.0, False, False, info
         self.actions.append(action)
-        obs, reward, terminated, truncated, info = self.env.step(action)
+        try:
+            obs, reward, terminated, truncated, info = self.env.step(action)
+        except Exception as error:
+            raise RuntimeError(f"{error!r} {self.where()}") from error
+        self.check(obs, reward)
         self.over = terminated or truncated
         return obs, reward, terminated, truncated, info
+
+    def where(self) -> str:
+        """Which episode this is, how it was reset, and its step."""
+        place = f"environment {self.key[1]}, episode {self.episode} (seed {self.reset_seed})"
+        return f"in step {len(self.actions)} of {place}"
+
+    def check(self, obs, reward: float = 0.0):
+        """Stop at what nothing can be learned from."""
+        if np.shape(obs) != self.shape:
+            raise ValueError(f"an observation {np.shape(obs)}, not {self.shape}, {self.where()}")
+        # a sum is cheaper to look at than each of its terms, and too large at times
+        if not math.isfinite(np.dot(obs, obs)) and not np.isfinite(obs).all():
+            raise FloatingPointError(f"an observation is not finite {self.where()}")
+        if not math.isfinite(reward):
+            raise FloatingPointError(f"a reward is not finite {self.where()}")
 
     def progress(self) -> tuple[int, list]:
         """The number of this episode and its actions so far."""
@@ -846,6 +882,19 @@ def policy_loss(policy, old, old_logprobs, actions, advantages, servo: Servo, en
     return loss, -(ratio * advantages).mean(), kl, entropy
 
 
+def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor:
+    """A step down the gradient of the loss; the gradient's norm. From the first of both that is not
+    finite no step is taken any more: `found_inf` keeps a fused optimiser from it."""
+    optimizer.zero_grad()
+    loss.backward()
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    norm = nn.utils.get_total_norm(parameter.grad for parameter in parameters)
+    found = getattr(optimizer, "found_inf", torch.zeros_like(norm))
+    optimizer.found_inf = found.logical_or(~(loss + norm).isfinite()).float()
+    optimizer.step()
+    return norm
+
+
 def fit_policy(agent: Agent, features, actions, advantages, args: Args) -> dict[str, float]:
     """Up to `update_epochs` passes over the batch [B, ...], the early stop, and the servo."""
     servo, adam = agent.servo, agent.optimizers["policy"]
@@ -863,17 +912,20 @@ def fit_policy(agent: Agent, features, actions, advantages, args: Args) -> dict[
     def step(loss: torch.Tensor):
         for group in adam.param_groups:
             group["lr"] = agent.learning_rate * servo.lr_multiplier * group["speed"]
-        adam.zero_grad()
-        loss.backward()
-        adam.step()
+        norms.append(descend(adam, loss))
 
+    norms = []  # of gradients
     limit = servo.early_stop * servo.kl_targ if servo.early_stop else math.inf
     for epoch in range(args.update_epochs + 1):
         # the loss that the next step descends also measures what the last one did
         whole = losses(slice(None))
-        loss, surrogate, kl, entropy = torch.stack(whole).tolist()
-        if not (math.isfinite(loss) and math.isfinite(kl)):
-            raise FloatingPointError(f"the policy loss is {loss}, the KL {kl}, after pass {epoch}")
+        loss, surrogate, kl, entropy, *norms = torch.stack([*whole, *norms]).tolist()
+        if not all(math.isfinite(x) for x in (loss, kl, *norms)):
+            raise FloatingPointError(
+                f"after pass {epoch} the policy loss is {loss}, the KL {kl}, the norm of the "
+                f"gradient in each of its minibatches {norms}"
+            )
+        norms.clear()
         servo.adapt_rate(kl, agent.learning_rate)
         if epoch == args.update_epochs or kl > limit:
             break
@@ -911,19 +963,23 @@ def explained_variance(targets: torch.Tensor, values: torch.Tensor) -> float:
 
 
 def fit(name: str, optimizer: torch.optim.Optimizer, minibatches, loss_fn) -> float:
-    """One optimiser step per minibatch on `loss_fn(minibatch)`; the mean loss."""
-    losses = []
+    """One optimiser step per minibatch on `loss_fn(minibatch)`; the mean loss.
+
+    Raises FloatingPointError with the first loss or gradient that is not finite.
+    """
+    losses, norms = [], []
     for minibatch in minibatches:
         loss = loss_fn(minibatch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        norms.append(descend(optimizer, loss))
         losses.append(loss.detach())
-    losses = torch.stack(losses).cpu()
-    if not losses.isfinite().all():
-        first = int((~losses.isfinite()).nonzero()[0])
-        raise FloatingPointError(f"the {name} loss is {losses[first]} in minibatch {first}")
-    return losses.mean().item()
+    table = torch.stack([torch.stack(losses), torch.stack(norms)]).cpu()  # [2, minibatches]
+    if not table.isfinite().all():
+        first = int((~table.isfinite()).any(dim=0).nonzero()[0])
+        loss, norm = table[:, first].tolist()
+        raise FloatingPointError(
+            f"the {name} loss is {loss} in minibatch {first}, the norm of its gradient {norm}"
+        )
+    return table[0].mean().item()
 
 
 def value_minibatches(size: int, before: int, args: Args, rng: np.random.Generator):
@@ -961,9 +1017,11 @@ def fit_value(agent: Agent, features, returns, args: Args) -> dict[str, float]:
 
 
 def check_finite(data: Rollout):
+    """Raise FloatingPointError if an observation or a reward is not finite."""
     for name, array in (("an observation", data.obs), ("a reward", data.rewards)):
         if not np.isfinite(array).all():
-            raise FloatingPointError(f"{name} is not finite")
+            t, i, *_ = np.argwhere(~np.isfinite(array))[0]
+            raise FloatingPointError(f"{name} is not finite in row {t}, column {i} of the rollout")
 
 
 def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
@@ -1036,6 +1094,8 @@ def rollout(agent: Agent, envs: Envs, run: "Run | None", args: Args) -> Rollout:
             run.global_step += len(ids)
         for k, i in enumerate(ids):
             unfinished[i].append((obs[k], actions[k], rewards[k]))
+            if not args.num_steps:
+                check_length(len(unfinished[i]), args.env_id)
             if envs.over[i] or step == args.num_steps:
                 ends = envs.obs[i].copy(), starts[i], terminated[k], truncated[k]
                 trajectories.append(Trajectory(unfinished[i], *ends))
@@ -1067,11 +1127,12 @@ def stack(trajectories: list[Trajectory]) -> Rollout:
 
 def warm_up(agent: Agent, envs: Envs, args: Args):
     """Play 5 episodes, which count for nothing else, to know the scale of observations."""
-    data = rollout(agent, envs, None, dataclasses.replace(args, num_steps=0, episodes_per_batch=5))
+    warm_up_args = dataclasses.replace(args, num_steps=0, episodes_per_batch=5)
     try:
+        data = rollout(agent, envs, None, warm_up_args)
         check_finite(data)
-    except FloatingPointError as error:
-        print(f"--env-id {args.env_id}: {error} in the warm-up episodes", file=sys.stderr)
+    except (FloatingPointError, TimeoutError) as error:
+        print(f"--env-id {args.env_id}: {error}, in the warm-up episodes", file=sys.stderr)
         raise SystemExit(1) from None
     agent.obs_moments.update(data.obs[:-1][data.valid])
     agent.refresh_actor()
@@ -1093,26 +1154,41 @@ class Run:
         self.lines: list[str] = []  # for standard output, at the end of the iteration
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            if not checkpoint and any(self.folder.iterdir()):
+                fail(f"--run-dir {self.folder}: not empty; --resume {self.folder} continues a run")
+            self.open_logs(state.get("logs", {}))
+            self.write_json("running")
         except OSError as error:
-            fail(f"--run-dir {self.folder}: {error.strerror}")
-        if not checkpoint and any(self.folder.iterdir()):
-            fail(f"--run-dir {self.folder}: not empty; --resume {self.folder} continues a run")
-        for path in self.logs():
-            size = state["logs"].get(path.name)
-            path.unlink() if size is None else os.truncate(path, size)
-        self.writer = SummaryWriter(str(self.folder))
-        csv_path = self.folder / "episodes.csv"
-        self.csv_file = csv_path.open("a", buffering=1, newline="")  # written row by row
-        self.csv = csv.writer(self.csv_file, lineterminator="\n")
-        if not checkpoint:
-            self.csv.writerow(["global_step", "seconds", "return", "length"])
-            rows = "".join(f"\n|{name}|{value}|" for name, value in asdict(args).items())
-            self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|{rows}")
-        self.write_json("running")
+            fail(f"{self.folder}: {error.strerror or error}; choose a folder to write to")
         self.bar = tqdm(
             total=args.total_timesteps, initial=self.global_step, unit="step", unit_scale=True,
             disable=None, dynamic_ncols=True, leave=False,
         )  # fmt: skip
+
+    def open_logs(self, sizes: dict[str, int]):
+        """Open the logs, which no other process may, as they were at the checkpoint: `sizes`."""
+        self.csv_file = (self.folder / "episodes.csv").open("a", buffering=1, newline="")
+        with contextlib.suppress(ImportError):  # on Windows
+            import fcntl
+
+            try:
+                fcntl.flock(self.csv_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fail(f"{self.folder}: another process is training there")
+        found = {path.name: path for path in self.logs() if path.stat().st_size}
+        for name, path in found.items():
+            if path.stat().st_size < sizes.get(name, 0):
+                fail(f"{path}: cut off since the checkpoint; put it back whole, or delete it")
+            os.truncate(path, sizes[name]) if name in sizes else path.unlink()
+        for name in sizes.keys() - found:
+            print(f"{self.folder / name}: gone since the checkpoint, and going on without")
+        self.writer = SummaryWriter(str(self.folder))
+        self.csv = csv.writer(self.csv_file, lineterminator="\n")
+        if "episodes.csv" not in found:
+            self.csv.writerow(["global_step", "seconds", "return", "length"])
+        if not sizes:
+            rows = "".join(f"\n|{name}|{value}|" for name, value in asdict(self.args).items())
+            self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|{rows}")
 
     def logs(self) -> list[Path]:
         return [*self.folder.glob("events.out.tfevents.*"), *self.folder.glob("episodes.csv")]
@@ -1186,6 +1262,20 @@ class Run:
         self.write_json(status, final_return=round(final, 4) if last else None)
         return final
 
+    def abort(self, error: Exception):
+        """Close a run that failed. Says where, and the rest if no traceback is needed for it."""
+        with contextlib.suppress(OSError):  # of a full disk, for one
+            self.close("failed")
+        where = f"in iteration {self.iteration + 1}, after step {self.global_step:,}"
+        line, hint = f"{self.folder}: stopped {where}", ""
+        if (self.folder / "checkpoint.pt").is_file():
+            hint = "; its checkpoint.pt is the last good one: mend the cause and --resume"
+        if not isinstance(error, FloatingPointError | OSError):
+            error.add_note(line + hint)
+            raise error
+        print(f"{line}: {error}{hint}", file=sys.stderr)
+        raise SystemExit(1)
+
 
 def savable(args: Args) -> dict:
     """The arguments as plain values; not the folders, which may move."""
@@ -1205,11 +1295,20 @@ def save_checkpoint(run: Run, agent: Agent, envs):
         "seconds": run.seconds(),
         "logs": {path.name: path.stat().st_size for path in run.logs()},
     }
+    for path in run.logs():  # which must last as long as the checkpoint that counts on them
+        with open(path, "r+b") as file:
+            os.fsync(file.fileno())
     temporary = run.folder / "checkpoint.pt.tmp"
-    with open(temporary, "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(temporary, "w+b") as file:
+            torch.save(content, file)
+            file.seek(0)
+            file.write(hashlib.file_digest(file, "sha256").digest())  # torch.load minds no more
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:  # which is torch's, of another
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"{temporary} can't be written: {error.__context__ or error}") from None
     temporary.replace(run.folder / "checkpoint.pt")
 
 
@@ -1219,12 +1318,18 @@ def load_checkpoint(folder: Path) -> dict:
     if not path.is_file():
         fail(f"{folder}: no checkpoint.pt there; a run writes its first one as training starts")
     try:
+        data = memoryview(path.read_bytes())
+        if hashlib.sha256(data[:-32]).digest() != data[-32:]:  # torch.load would not notice
+            raise ValueError("not the bytes that were written")
         content = torch.load(path, map_location="cpu", weights_only=True)
-        script = content["script"]
+        script, args = content["script"], content["args"]
     except Exception as error:  # damage shows in many ways
         fail(f"{path}: damaged, or not a checkpoint of this project ({type(error).__name__})")
     if script != Path(__file__).stem:
         fail(f"{path}: written by {script}.py; use that script")
+    unknown = args.keys() - {field.name for field in dataclasses.fields(Args)}
+    if unknown:
+        fail(f"{path}: of another version of {script}.py, which has --{unknown.pop()}")
     return content
 
 
@@ -1272,6 +1377,7 @@ def evaluate(args: Args) -> list[float]:
             envs.reset(0)
             while not envs.over[0]:
                 envs.step(np.arange(1), agent.act(envs.obs, envs.lengths))
+                check_length(envs.lengths[0], args.env_id)
             returns.append(float(envs.returns[0]))
             print(f"eval_episode={episode}, episodic_return={returns[-1]:.2f}", flush=True)
     except gym.error.DependencyNotInstalled as error:  # shows when it is drawn
@@ -1297,7 +1403,8 @@ def compile_networks(agent: Agent):
 
 @contextlib.contextmanager
 def stop_on_signals():
-    """Inside, SIGTERM or Ctrl-C only joins the list yielded; a second Ctrl-C acts at once."""
+    """Inside, SIGTERM, SIGUSR1 (a scheduler's warning) or Ctrl-C only joins the list yielded; a
+    second Ctrl-C acts at once."""
     received = []
 
     def handler(number, frame):
@@ -1306,7 +1413,8 @@ def stop_on_signals():
             signal.signal(number, before[number])
         print("\nstopping after this iteration; Ctrl-C: at once", file=sys.stderr, flush=True)
 
-    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield received
     finally:
@@ -1337,8 +1445,6 @@ def set_up(args: Args):
         names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": name}
         wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=True)
     run = Run(args, name, checkpoint)
-    if not checkpoint:
-        save_checkpoint(run, agent, envs)
     if args.num_episodes:
         run.bar.total = None  # steps are not the budget
     parameters = sum(p.numel() for p in agent.parameters())
@@ -1365,6 +1471,8 @@ def train(args: Args) -> str:
     with stop_on_signals() as stop:
         envs, agent, run = set_up(args)
         try:
+            if not args.resume:
+                save_checkpoint(run, agent, envs)
             while not finished(run) and not stop:
                 data = rollout(agent, envs, run, args)
                 metrics = update(agent, data, args)
@@ -1378,12 +1486,7 @@ def train(args: Args) -> str:
             if run.iteration % args.checkpoint_interval:  # else just saved
                 save_checkpoint(run, agent, envs)
         except Exception as error:
-            run.close("failed")
-            if not isinstance(error, FloatingPointError):
-                raise
-            where = f"{run.folder}: stopped in iteration {run.iteration + 1}"
-            print(f"{where}: {error}; its checkpoint.pt is the last good one", file=sys.stderr)
-            raise SystemExit(1) from None
+            run.abort(error)
         finally:
             envs.close()
 

@@ -30,7 +30,9 @@ from typing import Literal
 
 from benchmark import data
 
-STOPPED = {-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT}
+STOPPED = {
+    code for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) for code in (-n, 128 + n)
+}  # fmt: skip
 PLACES = ("{env_id}", "{seed}", "{run_dir}")  # in the command of a program that is not ours
 
 

@@ -1,7 +1,9 @@
 """What the tests of scripts as programs share."""
 
 import csv
+import hashlib
 import importlib.util
+import io
 import json
 import subprocess
 import sys
@@ -36,6 +38,14 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def status(folder: Path) -> str:
     return json.loads((folder / "run.json").read_text())["status"]
+
+
+def write_checkpoint(folder: Path, content: dict):
+    """As the scripts do: torch's file and its digest."""
+    file = io.BytesIO()
+    torch.save(content, file)
+    data = file.getvalue()
+    (folder / "checkpoint.pt").write_bytes(data + hashlib.sha256(data).digest())
 
 
 def content(folder: Path) -> dict:

@@ -21,7 +21,17 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from program import ROOT, assert_same, content, installed, rows, run, scalars, status
+from program import (
+    ROOT,
+    assert_same,
+    content,
+    installed,
+    rows,
+    run,
+    scalars,
+    status,
+    write_checkpoint,
+)
 
 import ppo_atari_multigpu as script
 from ppo_atari_multigpu import METRICS, Args
@@ -719,7 +729,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(line, says, tmp_path, monkeypat
     for name in ("damaged", "foreign", "full"):
         (tmp_path / name).mkdir()
     (tmp_path / "damaged" / "checkpoint.pt").write_bytes(b"PK")
-    torch.save({"script": "ppo"}, tmp_path / "foreign" / "checkpoint.pt")
+    write_checkpoint(tmp_path / "foreign", {"script": "ppo", "args": {}})
     (tmp_path / "full" / "notes.txt").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SystemExit) as end:
@@ -892,7 +902,9 @@ def test_nan_stops_with_its_name_and_keeps_the_checkpoint(tmp_path, toys, monkey
     with pytest.raises(SystemExit) as end:
         train(folder, f"--total-timesteps {9 * STEPS}")
     assert end.value.code == 1
-    assert f"{folder}: stopped in iteration 4: value_loss" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith(f"{folder}: stopped in iteration 4, after step ")
+    assert ": value_loss, policy_loss" in said and "is not finite in minibatch 0; " in said
     assert status(folder) == "failed"
     checkpoint = script.load_checkpoint(folder)
     assert checkpoint["iteration"] == 2

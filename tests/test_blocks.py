@@ -19,6 +19,7 @@ DIFFERENT = {
     },
     ("ppo", "ppo_cma"): {
         "Args", "CHANGEABLE", "NO_EFFECT", "BOUNDS", "check",
+        "Episodes",  # PPO-CMA's ask for each, and none is cut in two by a checkpoint
         "GymnasiumEnvs", "make_envs", "unsupported",
         "Agent", "Batch", "update", "rollout",
         "ppo_loss",  # for comparison only in PPO-CMA: no value, other inputs
@@ -34,7 +35,7 @@ KL_ADAPTIVE = {  # what of ppo_kl_adaptive differs from every other script's
 }  # fmt: skip
 DIFFERENT["ppo", "ppo_kl_adaptive"] = KL_ADAPTIVE | {"Envs", "Rollout"}
 DIFFERENT["ppo_continuous_action", "ppo_kl_adaptive"] = KL_ADAPTIVE | {"Envs", "Rollout", "NEEDS"}
-DIFFERENT["ppo_cma", "ppo_kl_adaptive"] = KL_ADAPTIVE | {"EnvPoolEnvs", "load_agent"}
+DIFFERENT["ppo_cma", "ppo_kl_adaptive"] = KL_ADAPTIVE | {"Episodes", "EnvPoolEnvs", "load_agent"}
 ATARI = {  # what of ppo_atari_multigpu differs from every other script's
     "Args", "CHANGEABLE", "NO_EFFECT", "BOUNDS", "check",
     "Agent", "update", "rollout",

@@ -27,6 +27,7 @@ from program import (
     scalars,
     status,
     train_until_killed,
+    write_checkpoint,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -272,7 +273,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(line, says, tmp_path, monkeypat
     torch.save({"critic.0.bias": torch.zeros(64)}, tmp_path / "weights" / "checkpoint.pt")
     half = (tmp_path / "weights" / "checkpoint.pt").read_bytes()[:800]
     (tmp_path / "damaged" / "checkpoint.pt").write_bytes(half)
-    torch.save({"script": "ppo_cma"}, tmp_path / "foreign" / "checkpoint.pt")
+    write_checkpoint(tmp_path / "foreign", {"script": "ppo_cma", "args": {}})
     (tmp_path / "full" / "notes.txt").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SystemExit) as end:
@@ -600,7 +601,9 @@ def test_nan_stops_with_its_name_and_keeps_the_checkpoint(
     with pytest.raises(SystemExit) as end, np.errstate(invalid="ignore"):
         train(folder, "--env-id Clock_box-v0 -n 100")
     assert end.value.code == 1
-    assert f"{folder}: stopped in iteration 4: {what} is not finite" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith(f"{folder}: stopped in iteration 4, after step ")
+    assert f": {what} is not finite in step " in said and said.count("\n") == 1
     assert status(folder) == "failed"
     checkpoint = script.load_checkpoint(folder)
     assert checkpoint["iteration"] == 2

@@ -538,9 +538,9 @@ class Log:
 def play(lengths_of_each, iter_steps, action_repeat=2):
     args = Args(num_envs=len(lengths_of_each), iter_steps=iter_steps, action_repeat=action_repeat)
     envs = object.__new__(ppo_cma.GymnasiumEnvs)
-    envs.envs = [Counter(lengths) for lengths in lengths_of_each]
-    envs.action_repeat, envs.seed = action_repeat, args.seed
-    envs.episodes = [0] * args.num_envs
+    counters = [Counter(lengths) for lengths in lengths_of_each]
+    envs.envs = [ppo_cma.Episodes(env, args.seed, i) for i, env in enumerate(counters)]
+    envs.action_repeat = action_repeat
     agent, log = make_agent(), Log()
     ppo_cma.rollout(agent, envs, log, args)
     return agent, log, envs
@@ -563,7 +563,8 @@ def test_15_running_episodes_finish_and_short_ones_are_not_favoured():
     assert lengths.count(40) == 1
     assert lengths.count(2) == 8  # those started before both had made 30 steps together
     assert log.global_step == sum(lengths) == 40 + 16
-    assert all(len(set(env.seeds)) == len(env.seeds) for env in envs.envs)
+    seeds = [seed for env in envs.envs for seed in env.unwrapped.seeds]
+    assert len(set(seeds)) == len(seeds) == 9
     assert len(agent.memory) == 9
 
 

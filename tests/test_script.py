@@ -16,7 +16,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from program import assert_same, rows, run, train_until_killed
+from program import assert_same, rows, run, train_until_killed, write_checkpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo_cma
@@ -151,7 +151,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(line, says, tmp_path, monkeypat
     for name in ("damaged", "foreign", "full"):
         (tmp_path / name).mkdir()
     (tmp_path / "damaged" / "checkpoint.pt").write_bytes(b"\x80\x04not a checkpoint")
-    torch.save({"script": "ppo"}, tmp_path / "foreign" / "checkpoint.pt")
+    write_checkpoint(tmp_path / "foreign", {"script": "ppo", "args": {}})
     (tmp_path / "full" / "notes.txt").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SystemExit) as end:
@@ -387,7 +387,9 @@ def test_non_finite_observation_stops_with_its_name_and_keeps_the_checkpoint(tmp
     with pytest.raises(SystemExit) as end:
         train(folder, "--env-id", "Poisoned-v0", "--iter-steps", "100", "--total-timesteps", "900")
     assert end.value.code == 1
-    assert "stopped in iteration 4: an observation is not finite" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith(f"{folder}: stopped in iteration 4, after step 390: ")
+    assert ": an observation is not finite in step 1 of environment 0, episode 39 " in said
     assert json.loads((folder / "run.json").read_text())["status"] == "failed"
     checkpoint = ppo_cma.load_checkpoint(folder)
     assert checkpoint["iteration"] == 2
