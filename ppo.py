@@ -871,7 +871,7 @@ class Run:
         self.lines: list[str] = []  # for standard output, at the end of the iteration
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not checkpoint and any(self.folder.iterdir()):
+            if not checkpoint and self.is_taken():
                 fail(f"--run-dir {self.folder}: not empty; --resume {self.folder} continues a run")
             self.open_logs(state.get("logs", {}))
             self.write_json("running")
@@ -881,6 +881,14 @@ class Run:
             total=args.total_timesteps, initial=self.global_step, unit="step", unit_scale=True,
             disable=None, dynamic_ncols=True, leave=False,
         )  # fmt: skip
+
+    def is_taken(self) -> bool:
+        """Whether the folder holds more than a run leaves that died before its first checkpoint."""
+        names, table = {path.name for path in self.folder.iterdir()}, self.folder / "episodes.csv"
+        if table.is_file() and len(table.read_bytes().splitlines()) < 2:
+            names -= {path.name for path in self.logs()}
+            names -= {"run.json", "run.json.tmp", "checkpoint.pt.tmp"}
+        return bool(names)
 
     def open_logs(self, sizes: dict[str, int]):
         """Open the logs, which no other process may, as they were at the checkpoint: `sizes`."""
@@ -896,12 +904,15 @@ class Run:
         for name, path in found.items():
             if path.stat().st_size < sizes.get(name, 0):
                 fail(f"{path}: cut off since the checkpoint; put it back whole, or delete it")
-            os.truncate(path, sizes[name]) if name in sizes else path.unlink()
+            if name in sizes or path.suffix == ".csv":  # which is open
+                os.truncate(path, sizes.get(name, 0))
+            else:
+                path.unlink()
         for name in sizes.keys() - found:
             print(f"{self.folder / name}: gone since the checkpoint, and going on without")
         self.writer = SummaryWriter(str(self.folder))
         self.csv = csv.writer(self.csv_file, lineterminator="\n")
-        if "episodes.csv" not in found:
+        if "episodes.csv" not in found.keys() & sizes.keys():
             self.csv.writerow(["global_step", "seconds", "return", "length"])
         if not sizes:
             rows = "".join(f"\n|{name}|{value}|" for name, value in asdict(self.args).items())

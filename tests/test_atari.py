@@ -977,8 +977,8 @@ def test_a_video_of_a_game(tmp_path):
 
 def saved_run(folder: Path, launcher: str):
     folder.mkdir(parents=True)
-    content = {"script": SCRIPT.stem, "training": {"launcher": launcher}}
-    torch.save(content, folder / "checkpoint.pt")
+    content = {"script": SCRIPT.stem, "args": {}, "training": {"launcher": launcher}}
+    write_checkpoint(folder, content)
 
 
 def test_a_restart_finds_the_run_of_its_launcher(tmp_path, monkeypatch):
