@@ -631,11 +631,11 @@ def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float)
     rewards, terminated, truncated [T, ...]; values [T + 1, ...]; advantages [T, ...].
     """
     deltas = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
-    ended = np.logical_or(terminated, truncated)
+    decay = np.where(np.logical_or(terminated, truncated), 0.0, gamma * gae_lambda)
     advantages = np.zeros_like(deltas)
     advantage = np.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + np.where(ended[t], 0.0, gamma * gae_lambda * advantage)
+        advantage = deltas[t] + decay[t] * advantage
         advantages[t] = advantage
     return advantages
 

@@ -17,14 +17,14 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
            minimise  -E[ min(r A, clip(r, 1 - eps, 1 + eps) A) ] + c_v E[ (V - R)^2 ] / 2 - c_e H
 
     python ppo_continuous_action.py --env-id HalfCheetah-v4               # train, 1M steps
-    python ppo_continuous_action.py --env-id Humanoid-v4 --compile        # faster, after 20 s
+    python ppo_continuous_action.py --env-id Humanoid-v4 --no-compile     # eager: slower
     python ppo_continuous_action.py --env-id dm_control/walker-walk-v0    # needs shimmy
     python ppo_continuous_action.py --resume runs/RUN                     # go on where it stopped
     python ppo_continuous_action.py --evaluate runs/RUN --capture-video   # play the mean action
 
 Expect about 5,700 on HalfCheetah-v4 after 1M steps, 4,300 on Walker2d-v4, 3,500 on Hopper-v4 and
 1,000 on Humanoid-v4 (mean action, seeds and tables in README.md), in two to four minutes each on
-one CPU core with --compile (Humanoid eight), about twice that without.
+one CPU core (Humanoid eight), about twice that with --no-compile.
 
 Flags, TensorBoard tags and output are CleanRL's. Three defaults are not: the policy starts with a
 deviation of 0.5 and not 1 (`--log-std-init`), in units of half the action box
@@ -35,6 +35,7 @@ Left out on purpose: pixels, recurrence, squashed actions, state-dependent devia
 
 import atexit
 import contextlib
+import copy
 import csv
 import dataclasses
 import difflib
@@ -79,8 +80,9 @@ class Args:
     """use a GPU if there is one (networks this small gain little from it)"""
     num_threads: int = 1
     """CPU threads for torch; more than one rarely pays for networks of this size"""
-    compile: bool = False
-    """compile the update with torch.compile: same results to rounding"""
+    compile: bool = True
+    """compile the update with torch.compile where a compiler works and the run is long enough to
+    repay it (COMPILE_FROM): same results to rounding"""
     track: bool = False
     """also log to Weights and Biases"""
     wandb_project_name: str = "ppo"
@@ -723,11 +725,11 @@ def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float)
     rewards, terminated, truncated [T, ...]; values [T + 1, ...]; advantages [T, ...].
     """
     deltas = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
-    ended = np.logical_or(terminated, truncated)
+    decay = np.where(np.logical_or(terminated, truncated), 0.0, gamma * gae_lambda)
     advantages = np.zeros_like(deltas)
     advantage = np.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + np.where(ended[t], 0.0, gamma * gae_lambda * advantage)
+        advantage = deltas[t] + decay[t] * advantage
         advantages[t] = advantage
     return advantages
 
@@ -1203,22 +1205,36 @@ def upload(run: Run):
 # --- training -------------------------------------------------------------------------------------
 
 
-def compile_update(agent: Agent, device: torch.device):
-    """torch.compile a minibatch's step; go on without where no compiler works."""
+COMPILE_FROM = 15_000  # gradient steps of a run that save the seconds that compiling takes
 
-    def changeable(guards):  # from one call to the next; the rest need not be checked each time
-        return [guard.guard_type in ("TENSOR_MATCH", "SHAPE_ENV") for guard in guards]
 
-    options = {"guard_filter_fn": changeable, "cpp_wrapper": device.type == "cpu"}
+def compile_update(agent: Agent, args: Args) -> str:
+    """torch.compile a minibatch's step, and say what came of it: nothing, without a compiler that
+    works or in a short run."""
+    size = args.num_envs * args.num_steps
+    steps = args.total_timesteps // size * args.update_epochs * args.num_minibatches
+    if not args.compile or steps < COMPILE_FROM or size < 4 * args.num_minibatches:
+        return "eager"
+    start, device = time.time(), agent.optimizer.parameters.device
+    # the shapes and types of an agent do not change, but for the number of rows: no guards
+    options = {"guard_filter_fn": lambda guards: [False] * len(guards)}
+    options |= {"cpp_wrapper": device.type == "cpu"}
+    obs = torch.zeros(size, agent.critic[0].in_features)
+    batch = Batch(obs, torch.as_tensor(agent.act(obs.numpy())), *torch.zeros(4, size))
+    batch = Batch(*(x.to(device) for x in batch))
+    rows = torch.arange(size // args.num_minibatches, device=device)
     try:
+        torch.compiler.reset()  # of another agent in this process
         torch._dynamo.config.trace_autograd_ops = True
-        torch.compile(lambda x: x.sin() + x.cos(), options=options)(torch.zeros(8))
+        torch._dynamo.config.specialize_float = True
+        torch._dynamo.mark_dynamic(rows, 0)
+        step = torch.compile(minibatch_step, fullgraph=True, options=options)
+        step(copy.deepcopy(agent), batch, rows, torch.tensor(0.0, device=device), args)
     except Exception as error:  # whatever a missing, broken or older compiler raises
         print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
-        return
-    agent.minibatch_step = torch.compile(
-        minibatch_step, dynamic=True, fullgraph=True, options=options
-    )
+        return "eager"
+    agent.minibatch_step = step
+    return f"compiled in {time.time() - start:.0f} s"
 
 
 @contextlib.contextmanager
@@ -1256,9 +1272,8 @@ def set_up(args: Args):
     if checkpoint:
         load_agent(agent, checkpoint)
         load_training_state(agent, envs, checkpoint["training"])
-    if args.compile:
-        compile_update(agent, device)
     agent.refresh_actor()
+    how = compile_update(agent, args)
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     if args.track:
         import wandb  # before the run's writer, which it follows
@@ -1267,7 +1282,7 @@ def set_up(args: Args):
         wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=True)
     run = Run(args, name, checkpoint)
     parameters = sum(p.numel() for p in agent.parameters())
-    run.write(f"{args.env_id}, {device}, {parameters:,} parameters, in {run.folder}")
+    run.write(f"{args.env_id}, {device}, {how}, {parameters:,} parameters, in {run.folder}")
     batch = args.num_envs * args.num_steps
     run.write(
         f"steps {run.global_step:,} to {args.total_timesteps:,}; an iteration: {batch:,} steps, "

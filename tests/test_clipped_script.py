@@ -679,17 +679,38 @@ def test_without_a_compiler_training_goes_on_eagerly(
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(torch, "compile", broken)
-    checkpoint = train(script, tmp_path / "run", "--compile --total-timesteps 700")
+    monkeypatch.setattr(script, "COMPILE_FROM", 0)
+    checkpoint = train(script, tmp_path / "run", "--total-timesteps 700")
     assert capsys.readouterr().out.count("going on eagerly") == 1
-    assert_same_but(checkpoint, undisturbed[1], compile=False)
+    assert_same_but(checkpoint, undisturbed[1])
+
+
+def test_short_runs_are_not_compiled(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "compile", None)
+    train(script, tmp_path / "run", "--total-timesteps 128")  # 2 x 4 gradient steps
+    assert ", cpu, eager, " in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_compiled_is_eager_to_rounding(script, tmp_path, capsys):
-    eager, compiled = (
-        train(script, tmp_path / name, f"--total-timesteps 128 --{name}")["agent"]
-        for name in ("no-compile", "compile")
-    )
-    assert "going on eagerly" not in capsys.readouterr().out
-    for name, value in eager.items():
-        torch.testing.assert_close(compiled[name], value, rtol=0, atol=1e-4)
+def test_compiled_is_eager_to_rounding(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(script, "COMPILE_FROM", 0)
+    another = {"ppo": "Acrobot-v1", "ppo_continuous_action": "Pendulum-v1"}[script.__name__]
+    for flags in ("", f"--env-id {another}"):  # each compiled anew, in one process
+        flags += " --total-timesteps 128"
+        eager, compiled = (
+            train(script, tmp_path / f"{name}{len(flags)}", f"{flags} --{name}")
+            for name in ("no-compile", "compile")
+        )
+        said = capsys.readouterr().out
+        assert ", cpu, eager, " in said and ", cpu, compiled in " in said
+        for name, value in eager["agent"].items():
+            torch.testing.assert_close(compiled["agent"][name], value, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_compiled_runs_resume_to_the_same_bits(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "COMPILE_FROM", 0)
+    train(script, tmp_path / "parts", "--total-timesteps 128 --no-anneal-lr")
+    whole = train(script, tmp_path / "whole", "--total-timesteps 256 --no-anneal-lr")
+    parts = resume(script, tmp_path / "parts", "--total-timesteps 256")
+    assert_same(parts["agent"], whole["agent"])
