@@ -211,7 +211,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
                 fail(f"{flag} is {saved[name]} in the run to resume, and can't change in mid-run")
     for name, value in asdict(args).items():
         low, high = BOUNDS.get(name, (int(type(value) is int and name not in NO_EFFECT), math.inf))
-        if type(value) in (int, float) and not low <= value <= high:
+        if type(value) in (int, float) and not (low <= value <= high and value < math.inf):
             fail(f"--{name.replace('_', '-')} {value}: must lie between {low:g} and {high:g}")
     for flag, module in NEEDS.items():
         if getattr(args, flag) and importlib.util.find_spec(module) is None:

@@ -81,8 +81,9 @@ class Args:
     num_threads: int = 1
     """CPU threads for torch; more than one rarely pays for networks of this size"""
     compile: bool = True
-    """compile the update with torch.compile where a compiler works and the run is long enough to
-    repay it (COMPILE_FROM): same results to rounding"""
+    """compile the update with torch.compile, where there is a compiler: same results to rounding"""
+    compile_from: int = 15_000
+    """but not in a run of fewer gradient steps, which would not repay the seconds it takes"""
     track: bool = False
     """also log to Weights and Biases"""
     wandb_project_name: str = "ppo"
@@ -113,6 +114,8 @@ class Args:
     """the environment: a gymnasium id with Box actions, or dm_control/..."""
     env_backend: Literal["gymnasium", "async", "envpool"] = "gymnasium"
     """who steps the environments: this process, a process for each, or EnvPool's threads"""
+    env_threads: int = 0
+    """EnvPool's threads; 0: one for each environment, at most one for each core"""
     total_timesteps: int = 1_000_000
     """environment steps of the whole run, rounded down to whole iterations"""
     learning_rate: float = 3e-4
@@ -161,10 +164,10 @@ class Args:
 
 # What a resumed run may change; every other argument is the run's own.
 CHANGEABLE = {
-    "cuda", "num_threads", "compile", "track", "wandb_project_name", "wandb_entity",
-    "capture_video", "save_model", "upload_model", "hf_entity", "run_dir", "resume", "evaluate",
-    "eval_episodes", "checkpoint_interval", "total_timesteps", "batch_size", "minibatch_size",
-    "num_iterations",
+    "cuda", "num_threads", "env_threads", "compile", "compile_from", "track", "wandb_project_name",
+    "wandb_entity", "capture_video", "save_model", "upload_model", "hf_entity", "run_dir",
+    "resume", "evaluate", "eval_episodes", "checkpoint_interval", "total_timesteps", "batch_size",
+    "minibatch_size", "num_iterations",
 }  # fmt: skip
 # Fields that CleanRL computes, accepted for its command lines.
 NO_EFFECT = {
@@ -175,7 +178,10 @@ NO_EFFECT = {
 # Arguments that need a package of their own.
 NEEDS = {"capture_video": "moviepy", "track": "wandb", "upload_model": "huggingface_hub"}
 # The least and the greatest value; for others, integers start at 1, floats at 0.
-BOUNDS = {"seed": (0, 2**63), "gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-9, 9)}
+BOUNDS = {
+    "seed": (0, 2**63), "env_threads": (0, 1024), "compile_from": (0, math.inf), "gamma": (0, 1),
+    "gae_lambda": (0, 1), "log_std_init": (-9, 9),
+}  # fmt: skip
 
 
 def check(args: Args):
@@ -228,7 +234,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
                 fail(f"{flag} is {saved[name]} in the run to resume, and can't change in mid-run")
     for name, value in asdict(args).items():
         low, high = BOUNDS.get(name, (int(type(value) is int and name not in NO_EFFECT), math.inf))
-        if type(value) in (int, float) and not low <= value <= high:
+        if type(value) in (int, float) and not (low <= value <= high and value < math.inf):
             fail(f"--{name.replace('_', '-')} {value}: must lie between {low:g} and {high:g}")
     for flag, module in NEEDS.items():
         if getattr(args, flag) and importlib.util.find_spec(module) is None:
@@ -525,8 +531,9 @@ def make_envpool(args: Args, start: int):
     more = {"post_constraint": True} if re.match("Humanoid.*-v4$", args.env_id) else {}
     seeds = [episode_seed(args.seed, i, start) % 2**31 for i in range(args.num_envs)]
     return envpool.make(
-        args.env_id, env_type="gymnasium", num_envs=args.num_envs, seed=seeds, **more
-    )
+        args.env_id, env_type="gymnasium", num_envs=args.num_envs, num_threads=args.env_threads,
+        seed=seeds, **more,
+    )  # fmt: skip
 
 
 def unsupported(obs_space: gym.Space, action_space: gym.Space) -> str | None:
@@ -1205,15 +1212,12 @@ def upload(run: Run):
 # --- training -------------------------------------------------------------------------------------
 
 
-COMPILE_FROM = 15_000  # gradient steps of a run that save the seconds that compiling takes
-
-
 def compile_update(agent: Agent, args: Args) -> str:
     """torch.compile a minibatch's step, and say what came of it: nothing, without a compiler that
     works or in a short run."""
     size = args.num_envs * args.num_steps
     steps = args.total_timesteps // size * args.update_epochs * args.num_minibatches
-    if not args.compile or steps < COMPILE_FROM or size < 4 * args.num_minibatches:
+    if not args.compile or steps < args.compile_from or size < 4 * args.num_minibatches:
         return "eager"
     start, device = time.time(), agent.optimizer.parameters.device
     # the shapes and types of an agent do not change, but for the number of rows: no guards

@@ -679,10 +679,9 @@ def test_without_a_compiler_training_goes_on_eagerly(
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(torch, "compile", broken)
-    monkeypatch.setattr(script, "COMPILE_FROM", 0)
-    checkpoint = train(script, tmp_path / "run", "--total-timesteps 700")
+    checkpoint = train(script, tmp_path / "run", "--compile-from 0 --total-timesteps 700")
     assert capsys.readouterr().out.count("going on eagerly") == 1
-    assert_same_but(checkpoint, undisturbed[1])
+    assert_same_but(checkpoint, undisturbed[1], compile_from=15_000)
 
 
 def test_short_runs_are_not_compiled(script, tmp_path, monkeypatch, capsys):
@@ -692,11 +691,10 @@ def test_short_runs_are_not_compiled(script, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_compiled_is_eager_to_rounding(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(script, "COMPILE_FROM", 0)
+def test_compiled_is_eager_to_rounding(script, tmp_path, capsys):
     another = {"ppo": "Acrobot-v1", "ppo_continuous_action": "Pendulum-v1"}[script.__name__]
     for flags in ("", f"--env-id {another}"):  # each compiled anew, in one process
-        flags += " --total-timesteps 128"
+        flags += " --compile-from 0 --total-timesteps 128"
         eager, compiled = (
             train(script, tmp_path / f"{name}{len(flags)}", f"{flags} --{name}")
             for name in ("no-compile", "compile")
@@ -708,9 +706,10 @@ def test_compiled_is_eager_to_rounding(script, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_compiled_runs_resume_to_the_same_bits(script, tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "COMPILE_FROM", 0)
-    train(script, tmp_path / "parts", "--total-timesteps 128 --no-anneal-lr")
-    whole = train(script, tmp_path / "whole", "--total-timesteps 256 --no-anneal-lr")
+def test_compiled_runs_resume_to_the_same_bits(script, tmp_path):
+    train(script, tmp_path / "parts", "--compile-from 0 --no-anneal-lr --total-timesteps 128")
+    whole = train(
+        script, tmp_path / "whole", "--compile-from 0 --total-timesteps 256 --no-anneal-lr"
+    )
     parts = resume(script, tmp_path / "parts", "--total-timesteps 256")
     assert_same(parts["agent"], whole["agent"])
