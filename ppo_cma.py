@@ -1029,7 +1029,8 @@ class Run:
         if not isinstance(error, FloatingPointError | OSError):
             error.add_note(line + hint)
             raise error
-        print(f"{line}: {error}{hint}", file=sys.stderr)
+        what = "its logs can't be written: " if getattr(error, "errno", None) else ""
+        print(f"{line}: {what}{error}{hint}", file=sys.stderr)
         raise SystemExit(1)
 
 
@@ -1062,9 +1063,10 @@ def save_checkpoint(run: Run, agent: Agent, envs):
             file.write(hashlib.file_digest(file, "sha256").digest())  # torch.load minds no more
             file.flush()
             os.fsync(file.fileno())
-    except (OSError, RuntimeError) as error:  # which is torch's, of another
+    except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
-        raise OSError(f"{temporary} can't be written: {error.__context__ or error}") from None
+        why = error.__context__ if isinstance(error, RuntimeError) else error  # torch's, of another
+        raise OSError(f"{temporary} can't be written: {why}") from None
     temporary.replace(run.folder / "checkpoint.pt")
 
 

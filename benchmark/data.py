@@ -174,7 +174,8 @@ def commit(run_folder: Path, job: dict, evaluation: list[float], results: Path) 
         rows.writerow([int(step), f"{seconds:.0f}", f"{episodic_return:.2f}", int(length)])
     if len(table):
         info["global_step"] = int(table[-1, 0])
-    info |= {"command": job["command"], "evaluation": evaluation}
+    command = job["command"].replace(str(run_folder), "RUN")
+    info |= {"command": command, "evaluation": evaluation}
     stem = f"{job['variant']}-s{job['seed']}"
     folder = results / slug(job["env_id"]) / job["script"]
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,8 +13,6 @@ script="torchrun --standalone --nproc-per-node=${PROCESSES:-2} ppo_atari_multigp
 
 more="--num-envs 32 --num-minibatches 8 --update-epochs 3 --clip-coef 0.2 --learning-rate 5e-4"
 
-# The published run was begun with 2000000 and resumed at step 1.83M with 4000000, so that its learning
-# rate had fallen to 4e-5 and rose to 2.7e-4 once.
 bench --env-ids Pong-v5 --command "$script $more --total-timesteps 4000000"
 
 python -m benchmark.curves atari
