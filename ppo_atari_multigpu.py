@@ -442,11 +442,11 @@ def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float)
     rewards, terminated, truncated [T, ...]; values [T + 1, ...]; advantages [T, ...].
     """
     deltas = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
-    decay = np.where(np.logical_or(terminated, truncated), 0.0, gamma * gae_lambda)
+    ended = np.logical_or(terminated, truncated)
     advantages = np.zeros_like(deltas)
     advantage = np.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + decay[t] * advantage
+        advantage = deltas[t] + np.where(ended[t], 0.0, gamma * gae_lambda * advantage)
         advantages[t] = advantage
     return advantages
 
@@ -676,6 +676,7 @@ class Run:
         self.first_step, self.start = self.global_step, time.time()
         self.seconds_before = state.get("seconds", 0.0)
         self.lines: list[str] = []  # for standard output, at the end of the iteration
+        self.shares: dict[str, float] = {}  # of time, in the last iteration
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not checkpoint and self.is_taken():
@@ -741,6 +742,7 @@ class Run:
     def log_iteration(self, metrics: dict[str, float]):
         self.iteration += 1
         sps = int((self.global_step - self.first_step) / (time.time() - self.start))
+        self.shares = {k[13:]: v for k, v in metrics.items() if k.startswith("charts/share_")}
         for tag, value in (metrics | {"charts/SPS": sps}).items():
             self.writer.add_scalar(tag, value, self.global_step)
         self.bar.update(self.global_step - self.bar.n)
@@ -1173,6 +1175,8 @@ def train(args: Args) -> str | None:
         raise SystemExit(128 + (stop or [signal.SIGTERM])[0])
     final = run.close("finished")
     print(f"return {final:.2f} (mean of the last 100 training episodes), {run.seconds():.0f} s")
+    if run.shares:
+        print("time: " + ", ".join(f"{name} {share:.0%}" for name, share in run.shares.items()))
     print(f"play it:   {script} --evaluate {run.folder}")
     print(f"train on:  {script} --resume {run.folder} --total-timesteps {2 * args.total_timesteps}")
     if args.save_model:

@@ -324,6 +324,8 @@ class Episodes(gym.Wrapper):
 class GymnasiumEnvs:
     """`num_envs` gymnasium environments, stepped one after the other in this process."""
 
+    seconds = 0.0  # spent in them so far
+
     def __init__(self, args: Args, first: int = 0, video_folder: Path | None = None):
         self.action_repeat = args.action_repeat
         self.envs = [
@@ -360,6 +362,8 @@ class GymnasiumEnvs:
 
 class EnvPoolEnvs:
     """The same over EnvPool, where the environments `ids` step in parallel threads."""
+
+    seconds = 0.0  # spent in them so far
 
     def __init__(self, args: Args, first: int = 0):
         gym.logger.min_level = gym.logger.ERROR
@@ -631,11 +635,11 @@ def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float)
     rewards, terminated, truncated [T, ...]; values [T + 1, ...]; advantages [T, ...].
     """
     deltas = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
-    decay = np.where(np.logical_or(terminated, truncated), 0.0, gamma * gae_lambda)
+    ended = np.logical_or(terminated, truncated)
     advantages = np.zeros_like(deltas)
     advantage = np.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + decay[t] * advantage
+        advantage = deltas[t] + np.where(ended[t], 0.0, gamma * gae_lambda * advantage)
         advantages[t] = advantage
     return advantages
 
@@ -865,7 +869,9 @@ def rollout(agent: Agent, envs, run: "Run", args: Args):
     while len(ids):
         actions = agent.act(obs)  # [K, A]
         obs_before = obs
+        start = time.perf_counter()
         obs, rewards, dones, steps = envs.step(ids, actions)
+        envs.seconds += time.perf_counter() - start
         total = int(steps.sum())
         run.global_step += total
         budget -= total
@@ -897,6 +903,7 @@ class Run:
         self.first_step, self.start = self.global_step, time.time()
         self.seconds_before = state.get("seconds", 0.0)
         self.lines: list[str] = []  # for standard output, at the end of the iteration
+        self.shares: dict[str, float] = {}  # of time, in the last iteration
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not checkpoint and self.is_taken():
@@ -962,6 +969,7 @@ class Run:
     def log_iteration(self, metrics: dict[str, float]):
         self.iteration += 1
         sps = int((self.global_step - self.first_step) / (time.time() - self.start))
+        self.shares = {k[13:]: v for k, v in metrics.items() if k.startswith("charts/share_")}
         for tag, value in (metrics | {"charts/SPS": sps}).items():
             self.writer.add_scalar(tag, value, self.global_step)
         self.bar.update(self.global_step - self.bar.n)
@@ -1214,6 +1222,17 @@ def set_up(args: Args):
     return envs, agent, run
 
 
+def shares(stepping: float, rollout: float, update: float) -> dict[str, float]:
+    """Where an iteration's seconds went: to the environments, to the rest of the rollout, to the
+    update."""
+    total = rollout + update
+    return {
+        "charts/share_environments": stepping / total,
+        "charts/share_inference": (rollout - stepping) / total,
+        "charts/share_update": update / total,
+    }
+
+
 def train(args: Args) -> str:
     """Train, or go on training; returns the run's name."""
     with stop_on_signals() as stop:
@@ -1222,8 +1241,11 @@ def train(args: Args) -> str:
             if not args.resume:
                 save_checkpoint(run, agent, envs)
             while run.global_step < args.total_timesteps and not stop:
+                started, stepping = time.perf_counter(), envs.seconds
                 rollout(agent, envs, run, args)
+                rolled, stepping = time.perf_counter(), envs.seconds - stepping
                 metrics = agent.update_with_memorized()
+                metrics |= shares(stepping, rolled - started, time.perf_counter() - rolled)
                 run.lines.append(
                     f"global_step={run.global_step}, "
                     f"episodic_return={metrics['charts/mean_episodic_return']:.2f}, "
@@ -1246,6 +1268,8 @@ def train(args: Args) -> str:
         raise SystemExit(128 + stop[0])
     final = run.close("finished")
     print(f"return {final:.2f} (mean of the last 100 training episodes), {run.seconds():.0f} s")
+    if run.shares:
+        print("time: " + ", ".join(f"{name} {share:.0%}" for name, share in run.shares.items()))
     print(f"play it:   {script} --evaluate {run.folder}")
     print(f"train on:  {script} --resume {run.folder} --total-timesteps {2 * args.total_timesteps}")
     if args.save_model:

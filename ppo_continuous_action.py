@@ -470,13 +470,16 @@ class Envs:
         self.over = np.zeros(len(self.obs), bool)  # [N], the last step ended an episode
         self.returns = np.zeros(len(self.obs))  # [N], of the running episode
         self.lengths = np.zeros(len(self.obs), int)  # [N], of the running episode
+        self.seconds = 0.0  # spent in them so far
         self.discounted = np.zeros(len(self.obs))  # [N], its return discounted, for the scaling
 
     def step(self, actions: np.ndarray):
         """Take actions [N, A], clipped to the box, while those stored are not (continuous detail
         5): rewards, terminated, truncated [N]."""
         actions = np.minimum(np.maximum(actions, self.low), self.high)
+        start = time.perf_counter()
         obs, rewards, terminated, truncated, _ = self.vector.step(actions)
+        self.seconds += time.perf_counter() - start
         self.obs, self.over = obs.astype(np.float32, copy=False), terminated | truncated
         return rewards, terminated, truncated
 
@@ -732,11 +735,11 @@ def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float)
     rewards, terminated, truncated [T, ...]; values [T + 1, ...]; advantages [T, ...].
     """
     deltas = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
-    decay = np.where(np.logical_or(terminated, truncated), 0.0, gamma * gae_lambda)
+    ended = np.logical_or(terminated, truncated)
     advantages = np.zeros_like(deltas)
     advantage = np.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + decay[t] * advantage
+        advantage = deltas[t] + np.where(ended[t], 0.0, gamma * gae_lambda * advantage)
         advantages[t] = advantage
     return advantages
 
@@ -947,6 +950,7 @@ class Run:
         self.first_step, self.start = self.global_step, time.time()
         self.seconds_before = state.get("seconds", 0.0)
         self.lines: list[str] = []  # for standard output, at the end of the iteration
+        self.shares: dict[str, float] = {}  # of time, in the last iteration
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not checkpoint and self.is_taken():
@@ -1012,6 +1016,7 @@ class Run:
     def log_iteration(self, metrics: dict[str, float]):
         self.iteration += 1
         sps = int((self.global_step - self.first_step) / (time.time() - self.start))
+        self.shares = {k[13:]: v for k, v in metrics.items() if k.startswith("charts/share_")}
         for tag, value in (metrics | {"charts/SPS": sps}).items():
             self.writer.add_scalar(tag, value, self.global_step)
         self.bar.update(self.global_step - self.bar.n)
@@ -1298,6 +1303,17 @@ def set_up(args: Args):
     return envs, agent, run
 
 
+def shares(stepping: float, rollout: float, update: float) -> dict[str, float]:
+    """Where an iteration's seconds went: to the environments, to the rest of the rollout, to the
+    update."""
+    total = rollout + update
+    return {
+        "charts/share_environments": stepping / total,
+        "charts/share_inference": (rollout - stepping) / total,
+        "charts/share_update": update / total,
+    }
+
+
 def train(args: Args) -> str:
     """Train, or go on training; returns the run's name."""
     num_iterations = args.total_timesteps // (args.num_envs * args.num_steps)
@@ -1310,8 +1326,11 @@ def train(args: Args) -> str:
                 # learning-rate annealing (detail 4)
                 remaining = 1.0 - run.iteration / num_iterations if args.anneal_lr else 1.0
                 learning_rate = remaining * args.learning_rate
+                started, stepping = time.perf_counter(), envs.seconds
                 data = rollout(agent, envs, run, args)
+                rolled, stepping = time.perf_counter(), envs.seconds - stepping
                 metrics = update(agent, data, learning_rate, args)
+                metrics |= shares(stepping, rolled - started, time.perf_counter() - rolled)
                 run.log_iteration(metrics | {"charts/learning_rate": learning_rate})
                 if run.iteration % args.checkpoint_interval == 0:
                     save_checkpoint(run, agent, envs)
@@ -1329,6 +1348,8 @@ def train(args: Args) -> str:
         raise SystemExit(128 + stop[0])
     final = run.close("finished")
     print(f"return {final:.2f} (mean of the last 100 training episodes), {run.seconds():.0f} s")
+    if run.shares:
+        print("time: " + ", ".join(f"{name} {share:.0%}" for name, share in run.shares.items()))
     print(f"play it:   {script} --evaluate {run.folder}")
     print(f"train on:  {script} --resume {run.folder} --total-timesteps {2 * args.total_timesteps}")
     if args.save_model:

@@ -513,10 +513,13 @@ class Envs:
         self.over = np.ones(num_envs, bool)  # [N], no episode is running
         self.returns = np.zeros(num_envs)  # [N], of the running episode
         self.lengths = np.zeros(num_envs, int)  # [N], of the running episode: its time
+        self.seconds = 0.0  # spent in them so far
 
     def reset(self, i: int):
         """Start an episode in environment i."""
+        start = time.perf_counter()
         self.obs[i] = self.backend.reset(i)
+        self.seconds += time.perf_counter() - start
         self.over[i], self.returns[i], self.lengths[i] = False, 0.0, 0
 
     def step(self, ids: np.ndarray, actions: np.ndarray):
@@ -527,7 +530,9 @@ class Envs:
             actions = np.minimum(np.maximum(actions, space.low), space.high)
         elif self.first:
             actions = actions + self.first
+        start = time.perf_counter()
         obs, rewards, terminated, truncated = self.backend.step(ids, actions)
+        self.seconds += time.perf_counter() - start
         self.obs[ids], self.over[ids] = obs, terminated | truncated
         self.returns[ids] += rewards
         self.lengths[ids] += 1
@@ -787,11 +792,11 @@ def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float)
     rewards, terminated, truncated [T, ...]; values [T + 1, ...]; advantages [T, ...].
     """
     deltas = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
-    decay = np.where(np.logical_or(terminated, truncated), 0.0, gamma * gae_lambda)
+    ended = np.logical_or(terminated, truncated)
     advantages = np.zeros_like(deltas)
     advantage = np.zeros_like(deltas[0])
     for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + decay[t] * advantage
+        advantage = deltas[t] + np.where(ended[t], 0.0, gamma * gae_lambda * advantage)
         advantages[t] = advantage
     return advantages
 
@@ -1152,6 +1157,7 @@ class Run:
         self.first_step, self.start = self.global_step, time.time()
         self.seconds_before = state.get("seconds", 0.0)
         self.lines: list[str] = []  # for standard output, at the end of the iteration
+        self.shares: dict[str, float] = {}  # of time, in the last iteration
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not checkpoint and self.is_taken():
@@ -1217,6 +1223,7 @@ class Run:
     def log_iteration(self, metrics: dict[str, float]):
         self.iteration += 1
         sps = int((self.global_step - self.first_step) / (time.time() - self.start))
+        self.shares = {k[13:]: v for k, v in metrics.items() if k.startswith("charts/share_")}
         for tag, value in (metrics | {"charts/SPS": sps}).items():
             self.writer.add_scalar(tag, value, self.global_step)
         self.bar.update(self.global_step - self.bar.n)
@@ -1479,6 +1486,17 @@ def finished(run: Run) -> bool:
     return run.global_step >= run.args.total_timesteps
 
 
+def shares(stepping: float, rollout: float, update: float) -> dict[str, float]:
+    """Where an iteration's seconds went: to the environments, to the rest of the rollout, to the
+    update."""
+    total = rollout + update
+    return {
+        "charts/share_environments": stepping / total,
+        "charts/share_inference": (rollout - stepping) / total,
+        "charts/share_update": update / total,
+    }
+
+
 def train(args: Args) -> str:
     """Train, or go on training; returns the run's name."""
     with stop_on_signals() as stop:
@@ -1487,8 +1505,11 @@ def train(args: Args) -> str:
             if not args.resume:
                 save_checkpoint(run, agent, envs)
             while not finished(run) and not stop:
+                started, stepping = time.perf_counter(), envs.seconds
                 data = rollout(agent, envs, run, args)
+                rolled, stepping = time.perf_counter(), envs.seconds - stepping
                 metrics = update(agent, data, args)
+                metrics |= shares(stepping, rolled - started, time.perf_counter() - rolled)
                 run.lines.append(
                     f"global_step={run.global_step}, kl={metrics['losses/kl']:.4f}, "
                     f"beta={metrics['charts/beta']:.3f}"
@@ -1510,6 +1531,8 @@ def train(args: Args) -> str:
         raise SystemExit(128 + stop[0])
     final = run.close("finished")
     print(f"return {final:.2f} (mean of the last 100 training episodes), {run.seconds():.0f} s")
+    if run.shares:
+        print("time: " + ", ".join(f"{name} {share:.0%}" for name, share in run.shares.items()))
     print(f"play it:   {script} --evaluate {run.folder}")
     name = "num_episodes" if args.num_episodes else "total_timesteps"
     more = f"--{name.replace('_', '-')} {2 * getattr(args, name)}"

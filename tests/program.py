@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,10 +30,12 @@ def rows(folder: Path) -> list[list[str]]:
         return [[step, ret, length] for step, _, ret, length in csv.reader(file)]
 
 
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard has of each tag; not the speed."""
+def scalars(folder: Path, timed: bool = False) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard has of each tag; of how long things took only if `timed`."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    tags = set(events.Tags()["scalars"]) - {"charts/SPS"}
+    tags = events.Tags()["scalars"]
+    if not timed:
+        tags = [tag for tag in tags if not re.match("charts/(SPS|share_)", tag)]
     return {tag: sorted((e.step, e.value) for e in events.Scalars(tag)) for tag in tags}
 
 

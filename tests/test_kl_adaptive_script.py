@@ -328,7 +328,8 @@ def test_run_folder(undisturbed):
 def test_tensorboard(setup, undisturbed):
     folder, checkpoint = undisturbed(setup)
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    charts = "SPS learning_rate beta lr_multiplier policy_passes policy_std"
+    charts = "SPS learning_rate beta lr_multiplier policy_passes policy_std "
+    charts += "share_environments share_inference share_update"
     losses = "policy_loss kl entropy value_loss explained_variance explained_variance_after"
     per_iteration = {f"charts/{x}" for x in charts.split()} | {
         f"losses/{x}" for x in losses.split()

@@ -241,7 +241,8 @@ def test_run_folder(undisturbed, root):
     iterations = checkpoint["iteration"]
     for tag in (
         "charts/SPS", "charts/learning_rate", "charts/policy_std", "charts/positive_advantages",
-        "charts/history_length", "charts/mean_episodic_return", "losses/value_loss",
+        "charts/history_length", "charts/mean_episodic_return", "charts/share_environments",
+        "charts/share_inference", "charts/share_update", "losses/value_loss",
         "losses/variance_loss", "losses/policy_loss", "losses/entropy",
         "losses/explained_variance",
     ):  # fmt: skip
