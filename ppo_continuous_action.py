@@ -983,15 +983,16 @@ class Run:
             except BlockingIOError:
                 fail(f"{self.folder}: another process is training there")
         found = {path.name: path for path in self.logs() if path.stat().st_size}
+        for name, size in sizes.items():
+            if size and name not in found:
+                print(f"{self.folder / name}: gone since the checkpoint, and going on without")
+            elif size and found[name].stat().st_size < size:
+                fail(f"{found[name]}: cut off since the checkpoint; put it back whole, or delete it")
         for name, path in found.items():
-            if path.stat().st_size < sizes.get(name, 0):
-                fail(f"{path}: cut off since the checkpoint; put it back whole, or delete it")
             if name in sizes or path.suffix == ".csv":  # which is open
                 os.truncate(path, sizes.get(name, 0))
             else:
                 path.unlink()
-        for name in sizes.keys() - found:
-            print(f"{self.folder / name}: gone since the checkpoint, and going on without")
         self.writer = SummaryWriter(str(self.folder))
         self.csv = csv.writer(self.csv_file, lineterminator="\n")
         if "episodes.csv" not in found.keys() & sizes.keys():
