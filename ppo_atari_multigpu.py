@@ -234,7 +234,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
                 raise
         lines = [line.strip("│ ") for line in errors.getvalue().splitlines()]  # tyro's framed text
         rule = next(i for i, line in enumerate(lines) if i and not line.strip("─╰╯"))
-        fail(f"{' '.join(lines[1:rule])} (see --help)")
+        message = " ".join(lines[1:rule])
+        if message.startswith("Unrecognized"):
+            known = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Args)]
+            words = [word.replace("_", "-") for word in re.findall(r"--[\w-]+", message)]
+            near = [m for word in words for m in difflib.get_close_matches(word, known, n=1)]
+            message += f" (near: {', '.join(near) or 'nothing'})"
+        fail(f"{message} (see --help)")
 
     args = parse(Args())
     if args.resume and args.evaluate:
@@ -514,7 +520,9 @@ def minibatch_grad(agent: Agent, minibatch: Batch, total: torch.Tensor, args: Ar
     parameters = agent.optimizer.parameters.detach().requires_grad_()
     loss, metrics = ppo_loss(agent, agent.optimizer.named(parameters), minibatch, total, args)
     (grad,) = torch.autograd.grad(loss, parameters)
-    return grad, torch.stack(metrics).detach()
+    metrics = torch.stack(metrics).detach()
+    finite = (loss.detach() + metrics.sum()).isfinite()
+    return torch.where(finite, grad, math.nan), metrics  # NaN, so that all will know
 
 
 def apply_grad(agent: Agent, grad: torch.Tensor, learning_rate: torch.Tensor, args: Args):
@@ -713,7 +721,7 @@ class Run:
             if size and name not in found:
                 print(f"{self.folder / name}: gone since the checkpoint, and going on without")
             elif size and found[name].stat().st_size < size:
-                fail(f"{found[name]}: cut off since the checkpoint; put it back whole, or delete it")
+                fail(f"{found[name]}: cut off since the checkpoint; put it back, or delete it")
         for name, path in found.items():
             if name in sizes or path.suffix == ".csv":  # which is open
                 os.truncate(path, sizes.get(name, 0))
@@ -970,7 +978,7 @@ class World:
         self.threads = max(1, cores() // neighbours)
         gpus = torch.cuda.device_count() if args.cuda else 0
         ids = args.device_ids or list(range(gpus))
-        if gpus and max(ids) >= gpus:
+        if gpus and not 0 <= min(ids) <= max(ids) < gpus:
             fail(f"--device-ids {args.device_ids}: this node has {gpus} GPUs, counted from 0")
         self.device = (
             torch.device("cuda", ids[local_rank % len(ids)]) if gpus else torch.device("cpu")

@@ -164,7 +164,8 @@ NO_EFFECT = {"num_iterations": "--total-timesteps and --iter-steps set it"}
 NEEDS = {"capture_video": "moviepy", "track": "wandb"}
 # The least and the greatest value; for others, integers start at 1, floats at 0.
 BOUNDS = {
-    "seed": (0, 2**63), "gamma": (0, 1), "gae_lambda": (0, 1), "learning_rate": (1e-9, 1)
+    "seed": (0, 2**63), "gamma": (0, 1), "gae_lambda": (0, 1), "learning_rate": (1e-9, 1),
+    "n_updates": (2, math.inf),  # the first sets the critic's biases
 }  # fmt: skip
 
 
@@ -195,7 +196,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
                 raise
         lines = [line.strip("│ ") for line in errors.getvalue().splitlines()]  # tyro's framed text
         rule = next(i for i, line in enumerate(lines) if i and not line.strip("─╰╯"))
-        fail(f"{' '.join(lines[1:rule])} (see --help)")
+        message = " ".join(lines[1:rule])
+        if message.startswith("Unrecognized"):
+            known = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Args)]
+            words = [word.replace("_", "-") for word in re.findall(r"--[\w-]+", message)]
+            near = [m for word in words for m in difflib.get_close_matches(word, known, n=1)]
+            message += f" (near: {', '.join(near) or 'nothing'})"
+        fail(f"{message} (see --help)")
 
     args = parse(Args())
     if args.resume and args.evaluate:
@@ -703,14 +710,15 @@ def history_minibatches(sizes, batch: int, args: Args, generator: torch.Generato
 
 
 def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor:
-    """A step down the gradient of the loss; the gradient's norm. From the first of both that is not
-    finite no step is taken any more: `found_inf` keeps a fused optimiser from it."""
+    """A step down the gradient of the loss; the gradient's norm, NaN if the loss is not finite.
+    From then on no step is taken: `found_inf` keeps a fused optimiser from it."""
     optimizer.zero_grad()
     loss.backward()
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     norm = nn.utils.get_total_norm(parameter.grad for parameter in parameters)
+    norm = torch.where(loss.isfinite(), norm, math.nan)
     found = getattr(optimizer, "found_inf", torch.zeros_like(norm))
-    optimizer.found_inf = found.logical_or(~(loss + norm).isfinite()).float()
+    optimizer.found_inf = found.logical_or(~norm.isfinite()).float()
     optimizer.step()
     return norm
 
@@ -940,7 +948,7 @@ class Run:
             if size and name not in found:
                 print(f"{self.folder / name}: gone since the checkpoint, and going on without")
             elif size and found[name].stat().st_size < size:
-                fail(f"{found[name]}: cut off since the checkpoint; put it back whole, or delete it")
+                fail(f"{found[name]}: cut off since the checkpoint; put it back, or delete it")
         for name, path in found.items():
             if name in sizes or path.suffix == ".csv":  # which is open
                 os.truncate(path, sizes.get(name, 0))

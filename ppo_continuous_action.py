@@ -218,7 +218,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
                 raise
         lines = [line.strip("│ ") for line in errors.getvalue().splitlines()]  # tyro's framed text
         rule = next(i for i, line in enumerate(lines) if i and not line.strip("─╰╯"))
-        fail(f"{' '.join(lines[1:rule])} (see --help)")
+        message = " ".join(lines[1:rule])
+        if message.startswith("Unrecognized"):
+            known = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Args)]
+            words = [word.replace("_", "-") for word in re.findall(r"--[\w-]+", message)]
+            near = [m for word in words for m in difflib.get_close_matches(word, known, n=1)]
+            message += f" (near: {', '.join(near) or 'nothing'})"
+        fail(f"{message} (see --help)")
 
     args = parse(Args())
     if args.resume and args.evaluate:
@@ -403,9 +409,15 @@ class AsyncEnvs(gym.vector.AsyncVectorEnv):
     """gymnasium's, with each environment in a process of its own; tells when one of these dies."""
 
     def __init__(self, thunks):
-        super().__init__([in_worker(thunk) for thunk in thunks])
+        self.processes = []
+        with self.deaths_told():
+            super().__init__([in_worker(thunk) for thunk in thunks])
         for process in self.processes:
             atexit.register(process.kill)  # SIGTERM would not do
+
+    def reset(self, **kwargs):
+        with self.deaths_told():
+            return super().reset(**kwargs)
 
     def step(self, actions):
         with self.deaths_told():
@@ -419,14 +431,17 @@ class AsyncEnvs(gym.vector.AsyncVectorEnv):
     def deaths_told(self):
         try:
             yield
-        except (EOFError, ConnectionError):
-            for i, process in enumerate(self.processes):
+        except (EOFError, ConnectionError) as error:
+            for process in self.processes:
                 process.join(0.1)
-                if process.exitcode is not None:
-                    raise RuntimeError(
-                        f"the process of environment {i} died, exit code {process.exitcode} (-9: "
-                        "it was killed, perhaps for want of memory; try fewer environments)"
-                    ) from None
+            dead = {i: p.exitcode for i, p in enumerate(self.processes) if p.exitcode is not None}
+            for process in self.processes:
+                process.kill()
+            for i, code in dead.items():
+                raise RuntimeError(
+                    f"the process of environment {i} died, exit code {code} (-9: it was killed, "
+                    "perhaps for want of memory; try fewer environments)"
+                ) from error
             raise
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False):
@@ -604,7 +619,7 @@ class FlatAdam:
         mean = self.exp_avg / (1.0 - 0.9**self.steps)
         square = self.exp_avg_sq / (1.0 - 0.999**self.steps)
         change = learning_rate * mean / (square.sqrt() + 1e-5)
-        # a gradient that is not finite stays in the averages, and no step is taken any more
+        # what is not finite stays in the averages, and no step is taken any more
         self.parameters -= torch.where(change.isfinite().all(), change, 0.0)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -807,8 +822,9 @@ def minibatch_step(agent: Agent, batch: Batch, rows: torch.Tensor, learning_rate
     with torch.no_grad():
         norm = grad.norm()  # over all parameters (detail 11)
         grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        agent.optimizer.step(grad, learning_rate)
-        return torch.stack([*metrics, norm])
+        metrics = torch.stack([*metrics, norm])
+        agent.optimizer.step(torch.where(metrics.isfinite().all(), grad, math.nan), learning_rate)
+        return metrics
 
 
 def check_finite(data: Rollout):
@@ -987,7 +1003,7 @@ class Run:
             if size and name not in found:
                 print(f"{self.folder / name}: gone since the checkpoint, and going on without")
             elif size and found[name].stat().st_size < size:
-                fail(f"{found[name]}: cut off since the checkpoint; put it back whole, or delete it")
+                fail(f"{found[name]}: cut off since the checkpoint; put it back, or delete it")
         for name, path in found.items():
             if name in sizes or path.suffix == ".csv":  # which is open
                 os.truncate(path, sizes.get(name, 0))

@@ -251,6 +251,9 @@ def check(args: Args):
             f"--num-envs {args.num_envs}: more than the {args.episodes_per_batch} episodes of an "
             "iteration; lower it or raise --episodes-per-batch"
         )
+    batch = args.num_steps * args.num_envs
+    if batch and args.num_minibatches > batch:
+        fail(f"--num-minibatches {args.num_minibatches}: more than the {batch} steps of a batch")
     if args.num_steps and args.num_episodes:
         fail("--num-episodes counts whole batches of episodes; with --num-steps there are none")
     if args.beta_min > args.beta_max:
@@ -282,7 +285,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
                 raise
         lines = [line.strip("│ ") for line in errors.getvalue().splitlines()]  # tyro's framed text
         rule = next(i for i, line in enumerate(lines) if i and not line.strip("─╰╯"))
-        fail(f"{' '.join(lines[1:rule])} (see --help)")
+        message = " ".join(lines[1:rule])
+        if message.startswith("Unrecognized"):
+            known = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Args)]
+            words = [word.replace("_", "-") for word in re.findall(r"--[\w-]+", message)]
+            near = [m for word in words for m in difflib.get_close_matches(word, known, n=1)]
+            message += f" (near: {', '.join(near) or 'nothing'})"
+        fail(f"{message} (see --help)")
 
     args = parse(Args())
     if args.resume and args.evaluate:
@@ -888,14 +897,15 @@ def policy_loss(policy, old, old_logprobs, actions, advantages, servo: Servo, en
 
 
 def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor:
-    """A step down the gradient of the loss; the gradient's norm. From the first of both that is not
-    finite no step is taken any more: `found_inf` keeps a fused optimiser from it."""
+    """A step down the gradient of the loss; the gradient's norm, NaN if the loss is not finite.
+    From then on no step is taken: `found_inf` keeps a fused optimiser from it."""
     optimizer.zero_grad()
     loss.backward()
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     norm = nn.utils.get_total_norm(parameter.grad for parameter in parameters)
+    norm = torch.where(loss.isfinite(), norm, math.nan)
     found = getattr(optimizer, "found_inf", torch.zeros_like(norm))
-    optimizer.found_inf = found.logical_or(~(loss + norm).isfinite()).float()
+    optimizer.found_inf = found.logical_or(~norm.isfinite()).float()
     optimizer.step()
     return norm
 
@@ -1194,7 +1204,7 @@ class Run:
             if size and name not in found:
                 print(f"{self.folder / name}: gone since the checkpoint, and going on without")
             elif size and found[name].stat().st_size < size:
-                fail(f"{found[name]}: cut off since the checkpoint; put it back whole, or delete it")
+                fail(f"{found[name]}: cut off since the checkpoint; put it back, or delete it")
         for name, path in found.items():
             if name in sizes or path.suffix == ".csv":  # which is open
                 os.truncate(path, sizes.get(name, 0))

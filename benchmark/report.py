@@ -34,7 +34,7 @@ COLOURS = (
 
 def refuse(message: str) -> NoReturn:
     """End on wrong input: a line on standard error, exit code 2."""
-    print(message, file=sys.stderr)
+    print(f"benchmark: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 

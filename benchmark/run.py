@@ -468,9 +468,12 @@ def run(
     for name, value, least in (
         ("num-seeds", num_seeds, 1), ("workers", workers, 1), ("start-seed", start_seed, 0),
         ("retries", retries, 0), ("eval-episodes", eval_episodes, 0),
+        ("gpus-per-job", gpus_per_job, 1),
     ):  # fmt: skip
         if value < least:
             fail(f"--{name} {value}: must be at least {least}")
+    if runs_dir.exists() and not runs_dir.is_dir():
+        fail(f"--runs-dir {runs_dir}: not a folder")
     seeds = range(start_seed, start_seed + num_seeds)
     if dry_run:
         with tempfile.TemporaryDirectory() as folder:

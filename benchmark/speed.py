@@ -382,7 +382,7 @@ def speed(
         ("rounds", rounds, 1), ("seconds", seconds, 0.1), ("steps", steps, 0),
         ("warmup-steps", warmup_steps, 1), ("threads", threads, 1),
     ):  # fmt: skip
-        if value < least:
+        if not least <= value < float("inf"):
             fail(f"--{name} {value}: must be at least {least}")
     if not command:
         fail("--command is missing")
@@ -408,6 +408,10 @@ def speed(
     env_id = re.findall(r"--env[-_](?:id|name)[ =](\S+)", first)
     label = "-".join([stem(split(first)), *map(data.slug, env_id), *([flag] if vary else [])])
     path = output or data.RESULTS / "speed" / f"{label}.csv"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--output {path}: {error.strerror}")
     told = facts() | {f"command of {p.name}": p.command for p in programs}
     told |= {"threads": threads, "rounds": rounds}
     print(f"load average before: {told['load average before']}, {told['cores']} cores")
