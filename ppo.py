@@ -786,7 +786,8 @@ def minibatch_step(agent: Agent, batch: Batch, rows: torch.Tensor, learning_rate
 
 def check_finite(data: Rollout):
     """Raise FloatingPointError if an observation or a reward is not finite."""
-    for name, array in (("an observation", data.obs), ("a reward", data.rewards)):
+    rewards = np.where(data.valid, data.rewards, 0.0)
+    for name, array in (("an observation", data.obs), ("a reward", rewards)):
         if not np.isfinite(array).all():
             t, i, *_ = np.argwhere(~np.isfinite(array))[0]
             raise FloatingPointError(f"{name} is not finite in row {t}, column {i} of the rollout")

@@ -1033,7 +1033,8 @@ def fit_value(agent: Agent, features, returns, args: Args) -> dict[str, float]:
 
 def check_finite(data: Rollout):
     """Raise FloatingPointError if an observation or a reward is not finite."""
-    for name, array in (("an observation", data.obs), ("a reward", data.rewards)):
+    rewards = np.where(data.valid, data.rewards, 0.0)
+    for name, array in (("an observation", data.obs), ("a reward", rewards)):
         if not np.isfinite(array).all():
             t, i, *_ = np.argwhere(~np.isfinite(array))[0]
             raise FloatingPointError(f"{name} is not finite in row {t}, column {i} of the rollout")

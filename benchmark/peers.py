@@ -14,6 +14,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -50,7 +51,7 @@ def clipped(module, args):
 
 def threads(module, args) -> tuple[int, int]:
     """CPU threads of torch, and of EnvPool's Atari."""
-    if not hasattr(args, "env_threads"):
+    if not hasattr(args, "bf16"):
         return args.num_threads, 0
     return args.num_threads or module.cores(), args.env_threads or min(
         module.cores(), args.num_envs
@@ -59,8 +60,9 @@ def threads(module, args) -> tuple[int, int]:
 
 def pool(module, args):
     """The script's EnvPool."""
-    if hasattr(args, "env_threads"):
+    if hasattr(args, "bf16"):
         return module.Envs(args, slice(None), threads=threads(module, args)[1]).vector
+    args = SimpleNamespace(**{"env_threads": 0} | vars(args))
     return parse("ppo_continuous_action", [])[0].make_envpool(args, 0)
 
 
@@ -146,7 +148,7 @@ def sb3_model(module, args):
     def rate(left: float) -> float:  # SB3 counts the rollout it is about to learn from as done
         return args.learning_rate * (left + 1 / iterations if args.anneal_lr else 1.0)
 
-    if hasattr(args, "env_threads"):  # Atari; SB3's defaults for pixels are the same network
+    if hasattr(args, "bf16"):  # Atari; SB3's defaults for pixels are the same network
         policy, net = "CnnPolicy", {}
     else:
         sizes = {"pi": [64, 64], "vf": [64, 64]}

@@ -408,10 +408,9 @@ def speed(
     env_id = re.findall(r"--env[-_](?:id|name)[ =](\S+)", first)
     label = "-".join([stem(split(first)), *map(data.slug, env_id), *([flag] if vary else [])])
     path = output or data.RESULTS / "speed" / f"{label}.csv"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        fail(f"--output {path}: {error.strerror}")
+    for folder in path.parents:
+        if folder.is_file():
+            fail(f"--output {path}: {folder} is a file")
     told = facts() | {f"command of {p.name}": p.command for p in programs}
     told |= {"threads": threads, "rounds": rounds}
     print(f"load average before: {told['load average before']}, {told['cores']} cores")

@@ -608,7 +608,7 @@ def test_a_log_that_was_cut_off_is_refused(script, which, undisturbed, tmp_path,
         file.truncate(path.stat().st_size - 1)
     before = {name: data for name, (_, data) in content(folder).items()}
     line = refused(capsys, script, resume(script, folder, N + 1))
-    assert line == f"{path}: cut off since the checkpoint; put it back whole, or delete it\n"
+    assert line == f"{path}: cut off since the checkpoint; put it back, or delete it\n"
     assert {name: data for name, (_, data) in content(folder).items()} == before
 
 

@@ -583,3 +583,14 @@ def test_tensorboard_is_never_opened_to_others():
     found = "".join(path.read_text() for path in texts)
     assert "tensorboard --logdir runs" in found
     assert not re.search(r"bind_all|--host[= ]|0\.0\.0\.0", found)
+
+
+def test_readme_has_the_numbers_of_these_tests():
+    text = (ROOT / "README.md").read_text()
+    lines = f"{len(FOR_EACH)} wrong lines for the scripts, {len(HARNESS)} for the harness"
+    assert lines in text
+    faults = importlib.import_module("test_faults_environments")
+    told = f"{len(faults.FAULTS)} faults in {len(faults.GYMNASIUM)} setups"
+    assert told in text
+    spoilt = len(faults.DAMAGE) * len(faults.LOSSES) + len(faults.SPOILT)
+    assert f"{spoilt} spoilt minibatches" in text
