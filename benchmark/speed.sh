@@ -9,18 +9,18 @@ speed() { python -m benchmark speed --rounds 3 "$@"; }
 now="--no-cuda --compile-from 0" # also in runs as short as these
 
 # CleanRL's settings
-speed --steps 81920 --command "compiled=python ppo.py --env-id CartPole-v1 --learning-rate 2.5e-4 --update-epochs 4 $now" \
+speed --steps 40960 --command "compiled=python ppo.py --env-id CartPole-v1 --learning-rate 2.5e-4 --update-epochs 4 $now" \
   --command "eager=python ppo.py --env-id CartPole-v1 --learning-rate 2.5e-4 --update-epochs 4 $now --no-compile"
 mujoco="--log-std-init 0 --no-scale-actions --clip-vloss $now"
 for env_id in HalfCheetah-v4 Hopper-v4 Humanoid-v4; do
   one="python ppo_continuous_action.py --env-id $env_id $mujoco"
-  speed --steps 40960 --command "compiled=$one" --command "eager=$one --no-compile"
+  speed --steps 20480 --command "compiled=$one" --command "eager=$one --no-compile"
 done
 eight="python ppo_continuous_action.py --env-id HalfCheetah-v4 $mujoco --num-envs 8"
-speed --steps 98304 --warmup-steps 16384 --output $folder/ppo_continuous_action-HalfCheetah-v4-8envs.csv \
+speed --steps 49152 --warmup-steps 16384 --output $folder/ppo_continuous_action-HalfCheetah-v4-8envs.csv \
   --command "compiled=$eight"
 pool="python ppo_continuous_action.py --env-id Humanoid-v4 $mujoco --num-envs 8 --num-steps 256 --env-backend envpool"
-speed --no-sb3 --steps 40960 --output $folder/ppo_continuous_action-Humanoid-v4-threads.csv \
+speed --no-sb3 --steps 20480 --output $folder/ppo_continuous_action-Humanoid-v4-threads.csv \
   --command "1_thread=$pool --env-threads 1" --command "2_threads=$pool --env-threads 2"
 # memory of long iterations
 long="python ppo_continuous_action.py --env-id Humanoid-v4 $mujoco --num-steps 32000 --update-epochs 1"
