@@ -338,7 +338,7 @@ class Episodes(gym.Wrapper):
         """Stop at what nothing can be learned from."""
         if np.shape(obs) != self.shape:
             raise ValueError(f"an observation {np.shape(obs)}, not {self.shape}, {self.where()}")
-        # a sum is cheaper to look at than each of its terms, and too large at times
+        # one number is quicker to look at than all; that it is finite proves that they are
         if not math.isfinite(np.dot(obs, obs)) and not np.isfinite(obs).all():
             raise FloatingPointError(f"an observation is not finite {self.where()}")
         if not math.isfinite(reward):
@@ -970,7 +970,8 @@ class Run:
     def log_iteration(self, metrics: dict[str, float]):
         self.iteration += 1
         sps = int((self.global_step - self.first_step) / (time.time() - self.start))
-        self.shares = {k[13:]: v for k, v in metrics.items() if k.startswith("charts/share_")}
+        share = "charts/share_"
+        self.shares = {k.removeprefix(share): v for k, v in metrics.items() if k.startswith(share)}
         for tag, value in (metrics | {"charts/SPS": sps}).items():
             self.writer.add_scalar(tag, value, self.global_step)
         self.bar.update(self.global_step - self.bar.n)
@@ -1069,7 +1070,7 @@ def save_checkpoint(run: Run, agent: Agent, envs):
         with open(temporary, "w+b") as file:
             torch.save(content, file)
             file.seek(0)
-            file.write(hashlib.file_digest(file, "sha256").digest())  # torch.load minds no more
+            file.write(hashlib.file_digest(file, "sha256").digest())  # after torch's own end
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:

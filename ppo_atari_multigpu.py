@@ -751,7 +751,8 @@ class Run:
     def log_iteration(self, metrics: dict[str, float]):
         self.iteration += 1
         sps = int((self.global_step - self.first_step) / (time.time() - self.start))
-        self.shares = {k[13:]: v for k, v in metrics.items() if k.startswith("charts/share_")}
+        share = "charts/share_"
+        self.shares = {k.removeprefix(share): v for k, v in metrics.items() if k.startswith(share)}
         for tag, value in (metrics | {"charts/SPS": sps}).items():
             self.writer.add_scalar(tag, value, self.global_step)
         self.bar.update(self.global_step - self.bar.n)
@@ -871,7 +872,7 @@ def save_checkpoint(run: Run, agent: Agent, envs):
         with open(temporary, "w+b") as file:
             torch.save(content, file)
             file.seek(0)
-            file.write(hashlib.file_digest(file, "sha256").digest())  # torch.load minds no more
+            file.write(hashlib.file_digest(file, "sha256").digest())  # after torch's own end
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:
