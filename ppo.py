@@ -59,6 +59,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import tyro
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -962,8 +963,9 @@ class Run:
 
     def log_episode(self, step: int, episodic_return: float, length: int):
         self.csv.writerow([step, f"{self.seconds():.2f}", float(episodic_return), int(length)])
-        self.writer.add_scalar("charts/episodic_return", episodic_return, step)
-        self.writer.add_scalar("charts/episodic_length", length, step)
+        values = {"charts/episodic_return": episodic_return, "charts/episodic_length": length}
+        pair = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self.writer.file_writer.add_summary(Summary(value=pair), step)  # add_scalar takes twice it
         self.bar.set_postfix_str(f"return {episodic_return:.1f}", refresh=False)
         self.bar.update(step - self.bar.n)
 
@@ -1172,7 +1174,8 @@ def compile_update(agent: Agent, args: Args) -> str:
     start, device = time.time(), agent.optimizer.parameters.device
     # the shapes and types of an agent do not change, but for the number of rows: no guards
     options = {"guard_filter_fn": lambda guards: [False] * len(guards)}
-    options |= {"cpp_wrapper": device.type == "cpu"}
+    options |= {"cpp_wrapper": device.type == "cpu", "cpp.use_decompose_tanh": True}
+    options |= {"cpp.vec_isa_ok": True}  # saves 1.3 s of trying vector units
     obs = torch.zeros(size, agent.critic[0].in_features)
     batch = Batch(obs, torch.as_tensor(agent.act(obs.numpy())), *torch.zeros(4, size))
     batch = Batch(*(x.to(device) for x in batch))

@@ -65,6 +65,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -970,8 +971,9 @@ class Run:
 
     def log_episode(self, step: int, episodic_return: float, length: int):
         self.csv.writerow([step, f"{self.seconds():.2f}", float(episodic_return), int(length)])
-        self.writer.add_scalar("charts/episodic_return", episodic_return, step)
-        self.writer.add_scalar("charts/episodic_length", length, step)
+        values = {"charts/episodic_return": episodic_return, "charts/episodic_length": length}
+        pair = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self.writer.file_writer.add_summary(Summary(value=pair), step)  # add_scalar takes twice it
         self.bar.set_postfix_str(f"return {episodic_return:.1f}", refresh=False)
         self.bar.update(step - self.bar.n)
 

@@ -71,6 +71,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import tyro
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -604,15 +605,16 @@ class RunningMoments(nn.Module):
 
     def update(self, x: np.ndarray):
         """Take in a batch [B, *shape]."""
-        if len(x) == 0:
-            return
-        x = torch.as_tensor(x, dtype=torch.float64, device=self.mean.device)
-        total = self.count + len(x)
-        delta = x.mean(dim=0) - self.mean
-        squares = self.var * self.count + x.var(dim=0, correction=0) * len(x)
-        self.var.copy_((squares + delta.square() * self.count * len(x) / total) / total)
-        self.mean += delta * len(x) / total
-        self.count.copy_(total)
+        for part in torch.as_tensor(x, device=self.mean.device).split(4096):
+            part, n = part.double(), len(part)
+            if n == 0:
+                return
+            total = self.count + n
+            delta = part.mean(dim=0) - self.mean
+            squares = self.var * self.count + part.var(dim=0, correction=0) * n
+            self.var.copy_((squares + delta.square() * self.count * n / total) / total)
+            self.mean += delta * n / total
+            self.count.copy_(total)
 
 
 class Gaussian(NamedTuple):
@@ -1227,8 +1229,9 @@ class Run:
 
     def log_episode(self, step: int, episodic_return: float, length: int):
         self.csv.writerow([step, f"{self.seconds():.2f}", float(episodic_return), int(length)])
-        self.writer.add_scalar("charts/episodic_return", episodic_return, step)
-        self.writer.add_scalar("charts/episodic_length", length, step)
+        values = {"charts/episodic_return": episodic_return, "charts/episodic_length": length}
+        pair = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self.writer.file_writer.add_summary(Summary(value=pair), step)  # add_scalar takes twice it
         self.bar.set_postfix_str(f"return {episodic_return:.1f}", refresh=False)
         self.bar.update(step - self.bar.n)
 
