@@ -85,6 +85,8 @@ class Args:
     """compile the update with torch.compile, where there is a compiler: same results to rounding"""
     compile_from: int = 15_000
     """but not in a run of fewer gradient steps, which would not repay the seconds it takes"""
+    cudagraphs: bool = False
+    """on a GPU, compile to CUDA graphs"""
     track: bool = False
     """also log to Weights and Biases"""
     wandb_project_name: str = "ppo"
@@ -165,10 +167,10 @@ class Args:
 
 # What a resumed run may change; every other argument is the run's own.
 CHANGEABLE = {
-    "cuda", "num_threads", "env_threads", "compile", "compile_from", "track", "wandb_project_name",
-    "wandb_entity", "capture_video", "save_model", "upload_model", "hf_entity", "run_dir",
-    "resume", "evaluate", "eval_episodes", "checkpoint_interval", "total_timesteps", "batch_size",
-    "minibatch_size", "num_iterations",
+    "cuda", "num_threads", "env_threads", "compile", "compile_from", "cudagraphs", "track",
+    "wandb_project_name", "wandb_entity", "capture_video", "save_model", "upload_model",
+    "hf_entity", "run_dir", "resume", "evaluate", "eval_episodes", "checkpoint_interval",
+    "total_timesteps", "batch_size", "minibatch_size", "num_iterations",
 }  # fmt: skip
 # Fields that CleanRL computes, accepted for its command lines.
 NO_EFFECT = {
@@ -585,9 +587,9 @@ class RunningMoments(nn.Module):
             part, n = part.double(), len(part)
             if n == 0:
                 return
-            total = self.count + n
-            delta = part.mean(dim=0) - self.mean
-            squares = self.var * self.count + part.var(dim=0, correction=0) * n
+            total, mean = self.count + n, part.mean(dim=0)
+            delta = mean - self.mean
+            squares = self.var * self.count + (part - mean).square().sum(dim=0)
             self.var.copy_((squares + delta.square() * self.count * n / total) / total)
             self.mean += delta * n / total
             self.count.copy_(total)
@@ -1253,6 +1255,7 @@ def compile_update(agent: Agent, args: Args) -> str:
     options = {"guard_filter_fn": lambda guards: [False] * len(guards)}
     options |= {"cpp_wrapper": device.type == "cpu", "cpp.use_decompose_tanh": True}
     options |= {"cpp.vec_isa_ok": True}  # saves 1.3 s of trying vector units
+    options |= {"triton.cudagraphs": args.cudagraphs}
     obs = torch.zeros(size, agent.critic[0].in_features)
     batch = Batch(obs, torch.as_tensor(agent.act(obs.numpy())), *torch.zeros(4, size))
     batch = Batch(*(x.to(device) for x in batch))
@@ -1262,12 +1265,16 @@ def compile_update(agent: Agent, args: Args) -> str:
         torch._dynamo.config.trace_autograd_ops = True
         torch._dynamo.config.specialize_float = True
         torch._dynamo.mark_dynamic(rows, 0)
+        for tensor in (agent.optimizer.parameters, *agent.optimizer.state().values()):
+            if args.cudagraphs:  # which change these in place
+                torch._dynamo.mark_static_address(tensor, guard=False)
         step = torch.compile(minibatch_step, fullgraph=True, options=options)
         step(copy.deepcopy(agent), batch, rows, torch.tensor(0.0, device=device), args)
     except Exception as error:  # whatever a missing, broken or older compiler raises
         print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
         return "eager"
-    agent.minibatch_step = step
+    # the next run of a CUDA graph writes over what this one returned
+    agent.minibatch_step = (lambda *x: step(*x).clone()) if args.cudagraphs else step
     return f"compiled in {time.time() - start:.0f} s"
 
 

@@ -609,9 +609,9 @@ class RunningMoments(nn.Module):
             part, n = part.double(), len(part)
             if n == 0:
                 return
-            total = self.count + n
-            delta = part.mean(dim=0) - self.mean
-            squares = self.var * self.count + part.var(dim=0, correction=0) * n
+            total, mean = self.count + n, part.mean(dim=0)
+            delta = mean - self.mean
+            squares = self.var * self.count + (part - mean).square().sum(dim=0)
             self.var.copy_((squares + delta.square() * self.count * n / total) / total)
             self.mean += delta * n / total
             self.count.copy_(total)

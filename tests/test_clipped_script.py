@@ -1,6 +1,7 @@
 """ppo.py and ppo_continuous_action.py as programs: command line, run folder, resume, kills,
 evaluation, backends."""
 
+import copy
 import hashlib
 import json
 import multiprocessing
@@ -690,19 +691,58 @@ def test_short_runs_are_not_compiled(script, tmp_path, monkeypatch, capsys):
     assert ", cpu, eager, " in capsys.readouterr().out
 
 
-@pytest.mark.slow
+def one_iteration(script, folder: Path, flags: str):
+    """At the default sizes: how far log-ratios are from 0 before the first step; the losses of an
+    iteration; the agent after it."""
+    argv = f"--env-id {ENV_ID[script]} --total-timesteps 4096 --compile-from 0 --run-dir {folder}"
+    args = script.parse_args([*argv.split(), *flags.split()])
+    envs, agent, run = script.set_up(args)
+    data, step, logratios = script.rollout(agent, envs, run, args), agent.minibatch_step, []
+
+    def spy(agent, batch, rows, learning_rate, args):
+        if not logratios:
+            other = copy.deepcopy(agent)
+            for i in range(0, len(batch.values), 37):  # a sample twice: two rows are the fewest
+                metrics = step(other, batch, torch.tensor([i, i]), 0 * learning_rate, args)
+                logratios.append(metrics[script.METRICS.index("old_approx_kl")].item())
+        return step(agent, batch, rows, learning_rate, args)
+
+    agent.minibatch_step = spy
+    losses = script.update(agent, data, 3e-4, args)
+    envs.close()
+    run.close("finished")
+    return np.abs(logratios), losses, agent.state_dict()
+
+
+def check_compiled_is_eager(script, tmp_path, capsys, flags: str):
+    eager = one_iteration(script, tmp_path / "eager", f"{flags} --no-compile")
+    compiled = one_iteration(script, tmp_path / "compiled", flags)
+    said = capsys.readouterr().out
+    assert ", eager, " in said and ", compiled in " in said
+    for logratios, losses, _ in (eager, compiled):
+        assert len(logratios) >= 14 and logratios.max() < 1e-5
+        assert abs(losses["losses/approx_kl"]) > 1e-5  # something was learned
+    assert compiled[1] == pytest.approx(eager[1], abs=1e-4)
+    for name, value in eager[2].items():
+        torch.testing.assert_close(compiled[2][name], value, rtol=0, atol=1e-4)
+
+
 def test_compiled_is_eager_to_rounding(script, tmp_path, capsys):
+    check_compiled_is_eager(script, tmp_path, capsys, "--no-cuda")
+
+
+@pytest.mark.slow
+def test_another_environment_is_compiled_anew(script, tmp_path, capsys):
     another = {"ppo": "Acrobot-v1", "ppo_continuous_action": "Pendulum-v1"}[script.__name__]
-    for flags in ("", f"--env-id {another}"):  # each compiled anew, in one process
-        flags += " --compile-from 0 --total-timesteps 128"
-        eager, compiled = (
-            train(script, tmp_path / f"{name}{len(flags)}", f"{flags} --{name}")
-            for name in ("no-compile", "compile")
-        )
-        said = capsys.readouterr().out
-        assert ", cpu, eager, " in said and ", cpu, compiled in " in said
-        for name, value in eager["agent"].items():
-            torch.testing.assert_close(compiled["agent"][name], value, rtol=0, atol=1e-4)
+    one_iteration(script, tmp_path / "one", "--no-cuda")
+    check_compiled_is_eager(script, tmp_path, capsys, f"--no-cuda --env-id {another}")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@pytest.mark.parametrize("flags", ["", "--cudagraphs"])
+def test_compiled_on_a_gpu_is_eager_to_rounding(flags, script, tmp_path, capsys):
+    check_compiled_is_eager(script, tmp_path, capsys, f"--cuda {flags}")
 
 
 @pytest.mark.slow
