@@ -9,30 +9,33 @@ speed() { python -m benchmark speed --rounds 3 "$@"; }
 now="--no-cuda --compile-from 0" # also in runs as short as these
 
 # CleanRL's settings
-speed --steps 40960 --command "compiled=python ppo.py --env-id CartPole-v1 --learning-rate 2.5e-4 --update-epochs 4 $now" \
+speed --steps 122880 --command "compiled=python ppo.py --env-id CartPole-v1 --learning-rate 2.5e-4 --update-epochs 4 $now" \
   --command "eager=python ppo.py --env-id CartPole-v1 --learning-rate 2.5e-4 --update-epochs 4 $now --no-compile"
 mujoco="--log-std-init 0 --no-scale-actions --clip-vloss $now"
 for env_id in HalfCheetah-v4 Hopper-v4 Humanoid-v4; do
   one="python ppo_continuous_action.py --env-id $env_id $mujoco"
-  speed --steps 20480 --command "compiled=$one" --command "eager=$one --no-compile"
+  speed --steps 30720 --command "compiled=$one" --command "eager=$one --no-compile"
 done
 eight="python ppo_continuous_action.py --env-id HalfCheetah-v4 $mujoco --num-envs 8"
 speed --steps 49152 --warmup-steps 16384 --output $folder/ppo_continuous_action-HalfCheetah-v4-8envs.csv \
   --command "compiled=$eight"
-pool="python ppo_continuous_action.py --env-id Humanoid-v4 $mujoco --num-envs 8 --num-steps 256 --env-backend envpool"
-speed --no-sb3 --steps 20480 --output $folder/ppo_continuous_action-Humanoid-v4-threads.csv \
-  --command "1_thread=$pool --env-threads 1" --command "2_threads=$pool --env-threads 2"
-# memory of long iterations
-long="python ppo_continuous_action.py --env-id Humanoid-v4 $mujoco --num-steps 32000 --update-epochs 1"
-speed --rounds 1 --no-bare --steps 64000 --warmup-steps 32000 --command "$long" \
-  --output $folder/ppo_continuous_action-Humanoid-v4-32k.csv
 
 kl="python ppo_kl_adaptive.py --env-id HalfCheetah-v4 --episodes-per-batch 5 --no-cuda"
 speed --steps 40000 --warmup-steps 10000 --command "1_environment=$kl" \
   --command "5_environments=$kl --num-envs 5"
 
 cma="python ppo_cma.py --env-id Humanoid-v4 --no-cuda"
-speed --no-sb3 --steps 64000 --warmup-steps 32000 --command "$cma"
+speed --no-sb3 --steps 64000 --warmup-steps 32000 --command "1_environment=$cma" \
+  --command "4_environments=$cma --num-envs 4"
+
+pong="python ppo_atari_multigpu.py --env-id Pong-v5 --no-cuda --num-threads 1 --env-threads 1"
+speed --no-sb3 --no-bare --steps 6144 --warmup-steps 1024 --command "fp32=$pong" \
+  --command "contiguous=$pong --no-channels-last" --command "bf16=$pong --bf16"
+
+# memory of long iterations
+long="python ppo_continuous_action.py --env-id Humanoid-v4 $mujoco --num-steps 32000 --update-epochs 1"
+speed --rounds 1 --no-bare --steps 64000 --warmup-steps 32000 --command "eager=$long --no-compile" \
+  --command "compiled=$long" --output $folder/ppo_continuous_action-Humanoid-v4-32k.csv
 
 # how cost grows
 grow="python ppo_continuous_action.py --env-id HalfCheetah-v4 $now"
@@ -40,3 +43,8 @@ speed --rounds 1 --no-sb3 --seconds 5 --vary "num-envs 1 4 16 64" \
   --command "$grow --num-steps 256 --num-minibatches 8"
 speed --rounds 1 --no-sb3 --no-bare --seconds 8 --vary "num-minibatches 128 32 8 2" \
   --command "$grow --num-envs 8 --num-steps 1024"
+
+# the second core
+pool="python ppo_continuous_action.py --env-id Humanoid-v4 $mujoco --num-envs 8 --num-steps 256 --env-backend envpool"
+speed --rounds 5 --no-sb3 --no-bare --steps 40960 --output $folder/ppo_continuous_action-Humanoid-v4-threads.csv \
+  --command "1_thread=$pool --env-threads 1" --command "2_threads=$pool --env-threads 2"
