@@ -100,6 +100,8 @@ class Args:
     """record the evaluation episodes (after training, or with --evaluate) into RUN/videos"""
     render: bool = False
     """show environment 0 in a window while training"""
+    verbose: bool = False
+    """has no effect: each iteration tells what it did"""
     save_model: bool = False
     """also save the weights alone, as RUN/{exp_name}.cleanrl_model"""
     run_dir: Path | None = None
@@ -119,7 +121,7 @@ class Args:
     env_id: Annotated[str, alias("--env-name")] = "Humanoid-v4"
     """the environment: a gymnasium id with a finite Box of actions"""
     env_backend: Literal["gymnasium", "envpool"] = "gymnasium"
-    """who steps the environments; envpool uses a thread for each (pip install envpool)"""
+    """who steps the environments; envpool in threads, one a core (pip install envpool)"""
     total_timesteps: Annotated[int, alias("--max-steps")] = 10_000_000
     """environment steps of the whole run; the last iteration may overshoot"""
     num_envs: int = 1
@@ -160,7 +162,10 @@ CHANGEABLE = {
     "checkpoint_interval", "total_timesteps", "num_iterations",
 }  # fmt: skip
 # Fields that CleanRL computes, accepted for its command lines.
-NO_EFFECT = {"num_iterations": "--total-timesteps and --iter-steps set it"}
+NO_EFFECT = {
+    "num_iterations": "--total-timesteps and --iter-steps set it",
+    "verbose": "each iteration tells what it did",
+}
 # Arguments that need a package of their own.
 NEEDS = {"capture_video": "moviepy", "track": "wandb"}
 # The least and the greatest value; for others, integers start at 1, floats at 0.
@@ -389,7 +394,8 @@ class EnvPoolEnvs:
         # EnvPool's Humanoid-v4 leaves the contact forces at 0 without post_constraint
         more = {"post_constraint": True} if re.match("Humanoid.*-v4$", args.env_id) else {}
         seeds = [episode_seed(args.seed, i, first) % 2**31 for i in range(args.num_envs)]
-        more |= {"num_envs": args.num_envs, "batch_size": 1, "seed": seeds}
+        threads = min(args.num_envs, os.cpu_count())
+        more |= {"num_envs": args.num_envs, "batch_size": 1, "seed": seeds, "num_threads": threads}
         self.pool = envpool.make(args.env_id, env_type="gymnasium", **more)
         self.single_observation_space = self.pool.observation_space  # EnvPool's is the single one
         self.single_action_space = self.pool.action_space
@@ -1150,7 +1156,8 @@ def evaluate(args: Args) -> list[float]:
     torch.set_num_threads(args.num_threads)
     args = dataclasses.replace(args, num_envs=1, render=False)
     video = {"video_folder": args.evaluate / "videos"} if args.capture_video else {}
-    envs = GymnasiumEnvs(args, **video) if video else make_envs(args)
+    others = dataclasses.replace(args, seed=episode_seed(args.seed, 2**31))  # EnvPool's episodes
+    envs = GymnasiumEnvs(args, **video) if video else make_envs(others)
     agent = Agent(envs, args, pretrain=False)
     load_agent(agent, load_checkpoint(args.evaluate))
     returns = []

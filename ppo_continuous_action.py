@@ -678,7 +678,7 @@ class Agent(nn.Module):
         if not (args.scale_actions and low.isfinite().all() and high.isfinite().all()):
             low, high = -torch.ones(actions), torch.ones(actions)
         self.register_buffer("origin", (low + high) / 2)
-        self.register_buffer("unit", (high - low) / 2)
+        self.register_buffer("unit", torch.where(high > low, (high - low) / 2, 1.0))
         self.obs_moments = RunningMoments((dim,))
         self.return_moments = RunningMoments()
         self.rng = np.random.default_rng(args.seed)  # of actions and minibatches

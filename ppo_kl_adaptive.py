@@ -119,7 +119,7 @@ class Args:
     env_id: Annotated[str, alias("--env-name")] = "Hopper-v4"
     """the environment: a gymnasium id with Box or Discrete actions, or dm_control/..."""
     env_backend: Literal["gymnasium", "envpool"] = "gymnasium"
-    """who steps the environments; envpool uses a thread for each (pip install envpool)"""
+    """who steps the environments; envpool in threads, one a core (pip install envpool)"""
     total_timesteps: int = 1_000_000
     """environment steps of the whole run; the last iteration may overshoot"""
     num_episodes: Annotated[int, alias("-n")] = 0
@@ -484,7 +484,8 @@ class EnvPoolEnvs:
         # EnvPool's Humanoid-v4 leaves the contact forces at 0 without post_constraint
         more = {"post_constraint": True} if re.match("Humanoid.*-v4$", args.env_id) else {}
         seeds = [episode_seed(args.seed, i, first) % 2**31 for i in range(args.num_envs)]
-        more |= {"num_envs": args.num_envs, "batch_size": 1, "seed": seeds}
+        threads = min(args.num_envs, os.cpu_count())
+        more |= {"num_envs": args.num_envs, "batch_size": 1, "seed": seeds, "num_threads": threads}
         self.pool = envpool.make(args.env_id, env_type="gymnasium", **more)
         self.single_observation_space = self.pool.observation_space  # EnvPool's is the single one
         self.single_action_space = self.pool.action_space

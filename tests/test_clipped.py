@@ -2,6 +2,7 @@
 environments whose values are known. "Trap n" is a known way in which implementations go wrong."""
 
 import math
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -420,6 +421,15 @@ def test_unbounded_actions_are_not_scaled():
     env.action_space = spaces.Box(-np.inf, np.inf, (3,))
     agent = ppo_continuous_action.Agent(env)
     assert (agent.origin.tolist(), agent.unit.tolist()) == ([0] * 3, [1] * 3)
+
+
+def test_an_action_with_no_room_has_a_unit_of_1():
+    box = gym.spaces.Box(np.float32([-1, 2]), np.float32([3, 2]))
+    envs = SimpleNamespace(observation_space=gym.spaces.Box(-1, 1, (3,)), action_space=box)
+    agent = ppo_continuous_action.Agent(envs)
+    assert (agent.origin.tolist(), agent.unit.tolist()) == ([1, 2], [2, 1])
+    _, logprob, entropy, _ = agent.get_action_and_value(torch.zeros(4, 3))
+    assert logprob.isfinite().all() and entropy.isfinite().all()
 
 
 DISCRETE = {

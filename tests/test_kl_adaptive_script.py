@@ -31,6 +31,7 @@ from program import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import ppo_cma
 import ppo_kl_adaptive as script
 from ppo_kl_adaptive import PRESETS, Args
 
@@ -714,6 +715,16 @@ def test_envpool_trains_and_resumes_with_new_episodes(setup, tmp_path, capsys):
         assert len(lengths) == 35
         assert checkpoint["global_step"] == lengths.sum()
     assert len(script.evaluate(parse(f"--evaluate {folder} --eval-episodes 2"))) == 2
+
+
+@pytest.mark.parametrize("module", [ppo_cma, script], ids=lambda module: module.__name__)
+def test_envpool_steps_in_threads(module, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    for num_envs, threads in ((2, 2), (4, 3)):
+        argv = f"--env-id Hopper-v4 --env-backend envpool --num-envs {num_envs}"
+        envs = module.EnvPoolEnvs(module.parse_args(argv.split()))
+        assert envs.pool.config["num_threads"] == threads
+        envs.close()
 
 
 def test_envpool_answers_in_any_order():

@@ -1,0 +1,111 @@
+"""Keep docs/ true to the scripts and to the committed results: `python -m benchmark.docs`.
+
+In a page, of a script's name, are written anew
+
+    the line in each link to code   [`text`](../ppo.py#L1): where `text` first stands in that file
+    <!-- flags -->                  a table of the script's flags, up to <!-- end -->
+    <!-- results -->                a table of its committed runs, up to <!-- end -->
+"""
+
+import dataclasses
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from benchmark import data
+from benchmark.curves import summary
+
+DOCS = data.HERE.parent / "docs"
+LINK = re.compile(r"\[`([^`]+)`\]\(\.\./(\w+\.py)#L\d+\)")
+
+
+def line_of(text: str, file: str) -> int:
+    """The first line of a script that holds this text, before all others one that defines it."""
+    lines = (DOCS.parent / file).read_text().splitlines()
+    for pattern in (rf"\s*(def|class) {re.escape(text)}\b", rf"{re.escape(text)} =", None):
+        for number, line in enumerate(lines, 1):
+            if text in line if pattern is None else re.match(pattern, line):
+                return number
+    raise SystemExit(f"docs: {text!r} is not in {file}")
+
+
+def link(found: re.Match) -> str:
+    text, file = found.groups()
+    return f"[`{text}`](../{file}#L{line_of(text, file)})"
+
+
+def flags(script: str) -> str:
+    """A table of the fields of a script's Args: flag, default, help."""
+    module = importlib.import_module(script)
+    source = (DOCS.parent / f"{script}.py").read_text()
+    rows = ["| flag | default | |", "|---|---|---|"]
+    for field in dataclasses.fields(module.Args):
+        found = re.search(
+            rf'\n    {field.name}: [^\n]*(?:\n[^"\n]*)*?\n    """(.*?)"""', source, re.S
+        )
+        said = " ".join(found[1].split()).replace("|", "\\|")
+        default = field.default
+        if default is dataclasses.MISSING:
+            default = field.default_factory()
+        if field.name == "exp_name":
+            default = "the file's name"
+        if isinstance(default, tuple | list):
+            default = " ".join(map(str, default))
+        flag = "--" + field.name.replace("_", "-")
+        words = {None: "", True: "on", False: "off"}
+        shown = words[default] if default is None or isinstance(default, bool) else default
+        rows.append(f"| `{flag}` | {shown} | {said} |")
+    return "\n".join(rows)
+
+
+def score(values: list[float]) -> str:
+    """IQM over seeds with its 95 % interval, in words."""
+    found = [value for value in values if np.isfinite(value)]
+    return summary(found) if found else ""
+
+
+def results(script: str) -> str:
+    """A table of a script's committed runs: a row per environment, setting and length."""
+    groups = {}
+    for run in data.find([data.RESULTS]):
+        if run.script == script and run.status in ("finished", "running"):
+            goal = (run.info["args"].get(name) for name in ("num_episodes", "total_timesteps"))
+            groups.setdefault((run.env_id, run.variant, *goal), []).append(run)
+    rows = ["| environment | setting | seeds, steps | training | final policy | commits |"]
+    rows.append("|---|---|---|---|---|---|")
+    for (env_id, variant, *_), runs in groups.items():
+        steps = sorted(run.info["global_step"] for run in runs)
+        lengths = dict.fromkeys(f"{steps[k] / 1e6:.2g}M" for k in (0, -1))
+        commits = sorted({(run.info.get("git_commit") or "")[:7] for run in runs})
+        training = score([run.score("training") for run in runs])
+        final = score([run.score("evaluation") for run in runs])
+        seeds = f"{len(runs)}, {' to '.join(lengths)}"
+        rows.append(
+            f"| {env_id} | {variant} | {seeds} | {training} | {final} | {', '.join(commits)} |"
+        )
+    return "\n".join(rows)
+
+
+def rewrite(page: Path) -> str:
+    """A page's text with its links, flags and results as they now are."""
+    text = LINK.sub(link, page.read_text())
+    for name, make in {"flags": flags, "results": results}.items():
+        pattern = rf"<!-- {name} -->.*?<!-- end -->"
+        if re.search(pattern, text, re.S):
+            block = f"<!-- {name} -->\n{make(page.stem)}\n<!-- end -->"
+            text = re.sub(pattern, lambda _, block=block: block, text, flags=re.S)
+    return text
+
+
+def docs():
+    """Write all pages anew."""
+    for page in sorted(DOCS.glob("*.md")):
+        page.write_text(rewrite(page))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(DOCS.parent))
+    docs()
