@@ -1,6 +1,9 @@
 """PPO-CMA against the algorithm's specification: golden numbers of the original program (measured
 on it, seeds and all), fixed points and statistics. The numbers in the test names are the spec's."""
 
+import math
+import runpy
+from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -666,3 +669,34 @@ def test_learning_on_a_gpu_is_learning_on_a_cpu():
         return agent.cpu()
 
     torch.testing.assert_close(weights(learn("cuda")), weights(learn("cpu")), atol=1e-4, rtol=1e-4)
+
+
+# --- ablations of the benchmark -------------------------------------------------------------------
+
+
+def ablation(name: str, monkeypatch):
+    for changed in ("mean_loss", "fit"):
+        monkeypatch.setattr(ppo_cma, changed, getattr(ppo_cma, changed))  # as it was afterwards
+    folder = Path(ppo_cma.__file__).parent / "benchmark"
+    runpy.run_path(str(folder / f"{name}.py"), run_name=name)
+
+
+def test_product_kernel(monkeypatch):
+    actions, mean_old = torch.tensor([[1.0, 2.0]]), torch.zeros(1, 2)
+    given = actions, torch.tensor([-1.0]), torch.full((1, 2), 0.5), torch.zeros(1, 2), mean_old
+    density = -0.5 * (1.5**2 + 2.5**2)  # of the mirror image (-1, -2) about the new mean
+    average = (math.exp(-0.5) + math.exp(-2.0)) / 2
+    assert ppo_cma.mean_loss(*given, True).item() == pytest.approx(-average * density)
+    ablation("cma_product_kernel", monkeypatch)
+    assert ppo_cma.mean_loss(*given, True).item() == pytest.approx(-math.exp(-2.5) * density)
+    assert ppo_cma.mean_loss(*given, False).item() == 0
+
+
+def test_mean_first(monkeypatch):
+    calls = []
+    monkeypatch.setattr(ppo_cma, "fit", lambda name, *given: calls.append((name, *given)) or 0.5)
+    ablation("cma_mean_first", monkeypatch)
+    for name in ("value", "variance", "policy"):
+        ppo_cma.fit(name, "adam", f"{name}'s minibatches", "loss")
+    assert [call[0] for call in calls] == ["value", "policy", "variance"]
+    assert calls[2] == ("variance", "adam", "variance's minibatches", "loss")

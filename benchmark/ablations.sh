@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# What each part of PPO-CMA is worth: 1M steps with one part changed, beside the variant 1M of mujoco.sh.
+# RUNS=folder, WORKERS=processes and SEEDS="1 2 ..." may be set.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export OMP_NUM_THREADS=1
+
+seed() {
+  python -m benchmark run --runs-dir "${RUNS:-runs/published}" --workers "${WORKERS:-2}" \
+    --results benchmark/results --start-seed "$seed" --num-seeds 1 \
+    --env-ids Hopper-v4 Walker2d-v4 "$@"
+}
+steps="--total-timesteps 1000000"
+cma="python ppo_cma.py $steps --iter-steps"
+
+for seed in ${SEEDS:-1 2 3}; do
+  seed --variant 1M-no-mirror --command "$cma 8000 --mode ppo-cma"
+  seed --variant 1M-H1 --command "$cma 8000 --history-buffer-size 1"
+  seed --variant 1M-H5 --command "$cma 8000 --history-buffer-size 5"
+  seed --variant 1M-N32k --command "$cma 32000"
+  seed --variant 1M --command "python benchmark/cma_product_kernel.py $steps --iter-steps 8000"
+  seed --variant 1M --command "python benchmark/cma_mean_first.py $steps --iter-steps 8000"
+done

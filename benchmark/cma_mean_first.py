@@ -1,0 +1,28 @@
+"""An ablation of ppo_cma.py, with its flags: the mean moves before the variance, where ppo_cma.py
+lets the variance see the old mean and the mean the new variance."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import ppo_cma
+
+fit, waiting = ppo_cma.fit, []
+
+
+def mean_first(name: str, *given) -> float:
+    """As ppo_cma.fit, but the variance waits for the policy; its loss is not told."""
+    if name == "variance":
+        waiting.append((name, *given))
+        return 0.0
+    loss = fit(name, *given)
+    if name == "policy":
+        fit(*waiting.pop())
+    return loss
+
+
+ppo_cma.fit = mean_first
+
+if __name__ == "__main__":
+    args = ppo_cma.parse_args()
+    (ppo_cma.evaluate if args.evaluate else ppo_cma.train)(args)

@@ -1,0 +1,28 @@
+"""An ablation of ppo_cma.py, with its flags: the kernel of mirrored actions is the Gaussian of the
+whole action, a product over dimensions, where ppo_cma.py averages over them."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import torch.nn.functional as F
+
+import ppo_cma
+
+
+def mean_loss(actions, advantages, mean, logvar, mean_old, mirror: bool):
+    """As ppo_cma.mean_loss, but for the kernel."""
+    logvar = logvar.detach()
+    loss = -(F.relu(advantages) * ppo_cma.log_density(actions, mean, logvar)).mean()
+    if mirror:
+        kernel = (-0.5 * (actions - mean_old).square() / logvar.exp()).sum(-1).exp()
+        mirrored = ppo_cma.log_density(2.0 * mean_old - actions, mean, logvar)
+        loss = loss - (F.relu(-advantages) * kernel * mirrored).mean()
+    return loss
+
+
+ppo_cma.mean_loss = mean_loss
+
+if __name__ == "__main__":
+    args = ppo_cma.parse_args()
+    (ppo_cma.evaluate if args.evaluate else ppo_cma.train)(args)
