@@ -942,25 +942,33 @@ def learn(script, tmp_path, *argv) -> tuple[list[float], list[float]]:
     return [float(row.split(",")[2]) for row in rows], evaluated
 
 
-def test_cartpole_is_learned_in_seconds(tmp_path):
-    returns, evaluated = learn(ppo, tmp_path, "--total-timesteps", "20000")
+HOW = pytest.mark.parametrize(
+    "how", [["--compile-from", "0"], ["--no-compile"]], ids=["compiled", "eager"]
+)
+
+
+@HOW
+def test_cartpole_is_learned_in_seconds(how, tmp_path):
+    returns, evaluated = learn(ppo, tmp_path, "--total-timesteps", "20000", *how)
     assert np.mean(returns[:20]) < 60
     assert np.mean(evaluated) > 150
 
 
 @pytest.mark.slow
+@HOW
 @pytest.mark.parametrize("seed", ["1", "2", "3"])
-def test_pendulum(seed, tmp_path):
+def test_pendulum(seed, how, tmp_path):
     """What bootstrapping at time limits is worth: without it, about -1,100."""
-    flags = ("--env-id", "Pendulum-v1", "--total-timesteps", "200000", "--seed", seed)
+    flags = ("--env-id", "Pendulum-v1", "--total-timesteps", "200000", "--seed", seed, *how)
     returns, evaluated = learn(ppo_continuous_action, tmp_path, *flags)
     assert np.mean(returns[-100:]) > -200
     assert np.mean(evaluated) > -250  # ten episodes spread widely
 
 
 @pytest.mark.slow
-def test_cartpole(tmp_path):
-    _, evaluated = learn(ppo, tmp_path, "--total-timesteps", "100000")
+@HOW
+def test_cartpole(how, tmp_path):
+    _, evaluated = learn(ppo, tmp_path, "--total-timesteps", "100000", *how)
     assert evaluated == [500.0] * 10
 
 
