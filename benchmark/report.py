@@ -576,9 +576,17 @@ def choose(runs: list[data.Run], name: str, wanted: tuple[str, ...]) -> list[dat
     return [run for run in runs if getattr(run, name) in wanted]
 
 
+def published():
+    """The tables and figures of the README and of docs/."""
+    from benchmark import curves, docs
+
+    for make in (curves.table, curves.report, curves.episodes, curves.atari, docs.docs):
+        make()
+
+
 def report(
-    folders: tyro.conf.Positional[list[Path]],
-    output: Path,
+    folders: tyro.conf.Positional[tuple[Path, ...]] = (),
+    output: Path | None = None,
     metric: Metric = "training",
     algorithms: tuple[str, ...] = (),
     env_ids: tuple[str, ...] = (),
@@ -586,6 +594,8 @@ def report(
     """Write report.md, index.html (one page that opens offline), runs.csv, summary.csv and figures.
 
     Ends with exit code 1, after everything is written, if a run is not finished or has no score.
+    Without folders, all tables and figures of README.md and docs/ are made anew from the committed
+    results.
 
     Args:
         folders: where runs are: folders of `run`, run folders, committed results.
@@ -594,6 +604,12 @@ def report(
         algorithms: only these, as a report names them (default: all).
         env_ids: only these environments (default: all).
     """
+    if not folders:
+        if output or algorithms or env_ids:
+            refuse("no folders: --output, --algorithms and --env-ids choose among their runs")
+        return published()
+    if output is None:
+        refuse("--output: missing, a folder for what is written")
     runs = choose(choose(read(folders), "env_id", env_ids), "algorithm", algorithms)
     groups = group(runs)
     scales, observations = read_scales(data.HERE / "scales.csv"), []

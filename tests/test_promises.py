@@ -206,7 +206,7 @@ HARNESS = [
     ("run --env-ids A-v0 --command 'python none.py'", "none.py does not exist"),
     ("run --env-ids A-v0 --command 'python train.py --seed 1'", "--seed is given to each job"),
     ("report run", "--output"),
-    ("report --output new", "no runs in no folder"),
+    ("report --output new", "no folders: --output"),
     ("report nowhere --output new", "nowhere: no such folder"),
     ("report empty --output new", "no runs in empty"),
     ("report run --output file", "--output file: File exists"),
