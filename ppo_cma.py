@@ -89,7 +89,7 @@ class Args:
     num_threads: int = 1
     """CPU threads for torch; more than one rarely pays for networks of this size"""
     compile: bool = False
-    """compile the networks with torch.compile: same results to rounding; pays on no CPU yet tried"""
+    """compile the networks with torch.compile: same to rounding; on a CPU it does not pay"""
     track: bool = False
     """also log to Weights and Biases"""
     wandb_project_name: str = "ppo"
