@@ -11,14 +11,14 @@ bench() {
 }
 mujoco=(HalfCheetah-v4 Walker2d-v4 Hopper-v4 InvertedPendulum-v4)
 
-bench --env-ids "${mujoco[@]}" Humanoid-v4 --command "python ppo_continuous_action.py --compile"
+bench --env-ids "${mujoco[@]}" Humanoid-v4 --command "python ppo_continuous_action.py"
 bench --env-ids Pendulum-v1 --command "python ppo_continuous_action.py --total-timesteps 200000"
-bench --env-ids CartPole-v1 --command "python ppo.py --total-timesteps 100000"
-bench --env-ids Acrobot-v1 --command "python ppo.py"
+bench --num-seeds 10 --env-ids CartPole-v1 --command "python ppo.py --total-timesteps 100000"
+bench --num-seeds 10 --env-ids Acrobot-v1 MountainCar-v0 --command "python ppo.py"
 
 # CleanRL's own settings, where this project's defaults differ
 discrete="--learning-rate 2.5e-4 --update-epochs 4"
-continuous="--log-std-init 0 --no-scale-actions --clip-vloss --compile"
+continuous="--log-std-init 0 --no-scale-actions --clip-vloss"
 bench --variant cleanrl --env-ids CartPole-v1 \
   --command "python ppo.py --total-timesteps 100000 $discrete"
 bench --variant cleanrl --env-ids Acrobot-v1 --command "python ppo.py $discrete"
