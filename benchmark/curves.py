@@ -9,6 +9,7 @@ A training return is the mean over the episodes that ended in one window of as m
 iteration has; in `episodes`, over those of five iterations.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -96,10 +97,10 @@ def published(env_id: str, metric: str) -> str:
 
 CLIPPED = {
     "ppo_continuous_action": (
-        "HalfCheetah-v4", "Walker2d-v4", "Hopper-v4", "InvertedPendulum-v4", "Humanoid-v4",
-        "Pendulum-v1",
+        "HalfCheetah-v4", "Walker2d-v4", "Hopper-v4", "Ant-v4", "Swimmer-v4", "Reacher-v4",
+        "InvertedPendulum-v4", "InvertedDoublePendulum-v4", "Humanoid-v4", "Pendulum-v1",
     ),
-    "ppo": ("CartPole-v1", "Acrobot-v1"),
+    "ppo": ("CartPole-v1", "Acrobot-v1", "MountainCar-v0"),
 }  # fmt: skip
 VARIANTS = {"default": "defaults", "cleanrl": "CleanRL's settings"}
 
@@ -137,19 +138,22 @@ def table():
 
     lines = ["# ppo.py and ppo_continuous_action.py\n"]
     lines.append(
-        "Interquartile means over seeds with 95% percentile-bootstrap intervals (five seeds: wide "
-        "ones).\nFinal policy: mean action (for ppo.py the greedy one), 20 episodes a seed, of the "
-        "policy at the end of training.\nTraining: mean of the last 100 training episodes, with "
-        "exploration. Other projects' numbers are published ones,\nof the metric the column says, "
-        "at the same number of steps, not rerun.\n"
+        "Interquartile means over seeds with 95% percentile-bootstrap intervals (of five seeds or "
+        "fewer: wide ones).\nFinal policy: mean action (for ppo.py the greedy one), 20 episodes a "
+        "seed, of the policy at the end of training.\nTraining: mean of the last 100 training "
+        "episodes, with exploration. Other projects' numbers are published ones,\nof the metric "
+        "the column says, at the same number of steps, not rerun.\n"
     )
     lines.append(
         "| environment | steps | setting | seeds | final policy | training | each seed's policy |"
     )
     lines.append("|---|---|---|---|---|---|---|")
-    figure, axes = plt.subplots(2, 4, figsize=(15, 6.4))
-    env_ids = [env_id for script in CLIPPED for env_id in CLIPPED[script]]
-    for env_id, axis in zip(env_ids, axes.flat, strict=True):
+    env_ids = [env for script in CLIPPED for env in CLIPPED[script] if load(env, script)]
+    rows = math.ceil(len(env_ids) / 4)
+    figure, axes = plt.subplots(rows, 4, figsize=(15, 3.2 * rows), squeeze=False)
+    for axis in axes.flat[len(env_ids) :]:
+        axis.remove()
+    for env_id, axis in zip(env_ids, axes.flat, strict=False):
         for (variant, name), color in zip(VARIANTS.items(), (BLUE, ORANGE), strict=True):
             curves = load(env_id, script_of(env_id), variant)
             if not curves:
@@ -179,8 +183,8 @@ def table():
         axis.set(title=env_id, xlabel="environment steps (millions)")
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0, 0].set_ylabel("training return")
-    axes[1, 0].set_ylabel("training return")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("training return")
     axes[0, 0].legend(frameon=False, fontsize=8, loc="upper left")
     figure.tight_layout()
     figure.savefig(RESULTS / "ppo.png", dpi=120)
