@@ -1176,15 +1176,18 @@ def compile_update(agent: Agent, args: Args) -> str:
     start, device = time.time(), agent.optimizer.parameters.device
     # the shapes and types of an agent do not change, but for the number of rows: no guards
     options = {"guard_filter_fn": lambda guards: [False] * len(guards)}
-    options |= {"cpp_wrapper": device.type == "cpu", "cpp.use_decompose_tanh": True}
-    options |= {"cpp.vec_isa_ok": True}  # saves 1.3 s of trying vector units
-    options |= {"triton.cudagraphs": args.cudagraphs}
+    options |= {"cpp_wrapper": device.type == "cpu", "triton.cudagraphs": args.cudagraphs}
+    options["cpp.vec_isa_ok"] = True  # saves 1.3 s of trying vector units
     obs = torch.zeros(size, agent.critic[0].in_features)
     batch = Batch(obs, torch.as_tensor(agent.act(obs.numpy())), *torch.zeros(4, size))
     batch = Batch(*(x.to(device) for x in batch))
     rows = torch.arange(size // args.num_minibatches, device=device)
     try:
+        import torch._inductor.config as inductor
+
         torch.compiler.reset()  # of another agent in this process
+        if hasattr(inductor.cpp, "use_decompose_tanh"):  # by exp, as torch 2.7 does anyway
+            options["cpp.use_decompose_tanh"] = True
         torch._dynamo.config.trace_autograd_ops = True
         torch._dynamo.config.specialize_float = True
         torch._dynamo.mark_dynamic(rows, 0)
