@@ -154,10 +154,12 @@ def table():
     for axis in axes.flat[len(env_ids) :]:
         axis.remove()
     for env_id, axis in zip(env_ids, axes.flat, strict=False):
+        seeds = []
         for (variant, name), color in zip(VARIANTS.items(), (BLUE, ORANGE), strict=True):
             curves = load(env_id, script_of(env_id), variant)
             if not curves:
                 continue
+            seeds.append(str(len(curves)))
             scores = [final_policy(curve) for curve in curves]
             steps = curves[0].info["args"]["total_timesteps"]
             cells = [env_id, f"{steps:,}", name, len(curves), summary(scores)]
@@ -170,7 +172,7 @@ def table():
                 grid / 1e6,
                 np.median(values, axis=0),
                 color=color,
-                label=f"{name}, {len(curves)} seeds",
+                label=name,
             )
             axis.fill_between(
                 grid / 1e6,
@@ -180,7 +182,8 @@ def table():
                 alpha=0.2,
                 linewidth=0,
             )
-        axis.set(title=env_id, xlabel="environment steps (millions)")
+        title = f"{env_id}, {' and '.join(seeds)} seeds"
+        axis.set(title=title, xlabel="environment steps (millions)")
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     for axis in axes[:, 0]:

@@ -33,6 +33,8 @@ speed --no-sb3 --no-bare --steps 6144 --warmup-steps 1024 --command "fp32=$pong"
   --command "contiguous=$pong --no-channels-last" --command "bf16=$pong --bf16"
 
 # memory of long iterations
+speed --rounds 1 --no-sb3 --no-bare --steps 128000 --warmup-steps 320000 --command "$cma" \
+  --output $folder/ppo_cma-Humanoid-v4-memory.csv
 long="python ppo_continuous_action.py --env-id Humanoid-v4 $mujoco --num-steps 32000 --update-epochs 1"
 speed --rounds 1 --no-bare --steps 64000 --warmup-steps 32000 --command "eager=$long --no-compile" \
   --command "compiled=$long" --output $folder/ppo_continuous_action-Humanoid-v4-32k.csv
