@@ -578,9 +578,10 @@ def choose(runs: list[data.Run], name: str, wanted: tuple[str, ...]) -> list[dat
 
 def published():
     """The pages and figures in benchmark/results and the tables in docs/, of the committed runs."""
-    from benchmark import curves, docs
+    from benchmark import curves, docs, studies
 
-    for make in (curves.table, curves.report, curves.episodes, curves.atari, docs.docs):
+    pages = (curves.table, curves.report, curves.episodes, curves.atari)
+    for make in (*pages, studies.head_to_head, studies.ablations, docs.docs):
         make()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmark import data, stats
+from benchmark import data, stats, studies
 from benchmark.compare import compare, judge
 from benchmark.report import band, report
 
@@ -200,11 +200,11 @@ def test_learning_curves_are_of_all_seeds_at_each_point():
 
 def write_run(
     root: Path, env_id: str, script: str, seed: int, level: float, status: str = "finished",
-    steps: int = 1000, evaluation: tuple = (), reason: str | None = None,
+    steps: int = 1000, evaluation: tuple = (), reason: str | None = None, variant: str = "default",
 ):  # fmt: skip
     """A job whose training returns rise from 0 to 2 * level and stay there: its score."""
-    job = {"env_id": env_id, "script": script, "variant": "default", "seed": seed}
-    folder = root / env_id / script / f"default-s{seed}"
+    job = {"env_id": env_id, "script": script, "variant": variant, "seed": seed}
+    folder = root / env_id / script / f"{variant}-s{seed}"
     (folder / "run").mkdir(parents=True)
     (folder / "job.json").write_text(json.dumps(job | ({"reason": reason} if reason else {})))
     if status == "missing":
@@ -457,6 +457,53 @@ def test_compare_ends(tmp_path, capsys):
     ]:
         code, error = ends(capsys, compare, *args, **kwargs)
         assert code == 2 and words in error and error.count("\n") == 1
+
+
+def rows_of(page: Path) -> list[list[str]]:
+    lines = [line for line in page.read_text().splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_head_to_head(tmp_path, monkeypatch):
+    for seed, level in enumerate((1000, 2000, 3000, 4000, 5000)):
+        for k, env_id in enumerate(studies.MUJOCO):
+            played = (level, level + 2 * k)
+            write_run(tmp_path, env_id, "ppo_continuous_action", seed, level, evaluation=played)
+            for script in ("ppo_kl_adaptive", "ppo_cma"):
+                more = {"variant": "1M", "evaluation": (level / 2,)}
+                write_run(tmp_path, env_id, script, seed, level / 2, **more)
+    write_run(tmp_path, "Humanoid-v4", "ppo_cma", 0, 1e9, variant="1M")  # is not part of it
+    monkeypatch.setattr(data, "RESULTS", tmp_path)
+    studies.head_to_head(tmp_path / "page")
+    rows = rows_of(tmp_path / "page" / "README.md")
+    assert sum(row[1] == "5, 5, 5" for row in rows) == 2 * len(studies.MUJOCO)
+    training, evaluation = (row for row in rows if row[0] == "Hopper-v4" and row[1] == "5, 5, 5")
+    assert [cell.split(" [")[0] for cell in training[2:]] == ["3,000", "1,500", "1,500"]
+    assert [cell.split(" [")[0] for cell in evaluation[2:]] == ["3,001", "1,500", "1,500"]
+    beaten = [row[2:4] for row in rows if row[:2] == ["1", "ppo_cma 1M"] and len(row) == 5]
+    assert beaten[:2] == [["ppo_continuous_action", "0.20"], ["ppo_kl_adaptive 1M", "0.50"]]
+    # of 25 pairs 4 are won and 2 tied, and all are alike; the first is training
+    names = {path.name for path in (tmp_path / "page").iterdir()}
+    assert names == {"README.md", "curves.png", "profiles.png"}
+
+
+def test_ablations(tmp_path, monkeypatch):
+    for seed in range(8):
+        for env_id in studies.ABLATED:
+            write_run(tmp_path, env_id, "ppo_cma", seed, 1000 + seed, variant="1M")
+            write_run(tmp_path, env_id, "ppo_cma", seed, 500 + seed, variant="1M-H1")
+            write_run(tmp_path, env_id, "cma_mean_first", seed, 1000 + seed, variant="1M")
+    monkeypatch.setattr(data, "RESULTS", tmp_path)
+    studies.ablations(tmp_path / "page")
+    rows = {row[0]: row for row in rows_of(tmp_path / "page" / "README.md")[:5]}
+    assert rows["ppo_cma"][2] == "8, 8"
+    assert rows["ppo_cma"][3].startswith("1,004 [")  # of 1002 to 1005
+    assert rows["ppo_cma 1M-H1"][3].startswith("503.5 [")
+    assert rows["ppo_cma 1M-H1"][5].startswith("0.00 [")
+    assert rows["ppo_cma 1M-H1"][7] == "worse"
+    assert rows["cma_mean_first"][5].startswith("0.50 [")
+    assert rows["cma_mean_first"][7] == "no evidence"
+    assert studies.CHANGES["ppo_cma 1M-H1"] in rows["ppo_cma 1M-H1"][1]
 
 
 def test_scales():

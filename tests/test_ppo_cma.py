@@ -675,7 +675,7 @@ def test_learning_on_a_gpu_is_learning_on_a_cpu():
 
 
 def ablation(name: str, monkeypatch):
-    for changed in ("mean_loss", "fit"):
+    for changed in ("mean_loss", "fit", "Agent", "update", "normalize_advantages"):
         monkeypatch.setattr(ppo_cma, changed, getattr(ppo_cma, changed))  # as it was afterwards
     folder = Path(ppo_cma.__file__).parent / "benchmark"
     runpy.run_path(str(folder / f"{name}.py"), run_name=name)
@@ -700,3 +700,29 @@ def test_mean_first(monkeypatch):
         ppo_cma.fit(name, "adam", f"{name}'s minibatches", "loss")
     assert [call[0] for call in calls] == ["value", "policy", "variance"]
     assert calls[2] == ("variance", "adam", "variance's minibatches", "loss")
+
+
+def test_scaled_rewards(monkeypatch):
+    learned = []
+    monkeypatch.setattr(ppo_cma, "update", lambda agent, *given: learned.append(given[2]) or {})
+    ablation("cma_scaled_rewards", monkeypatch)
+    box = problem(3, (-1.0, -1.0), (1.0, 1.0))
+    agent = ppo_cma.Agent(box, Args(gamma=0.5), pretrain=False)
+    given = np.zeros((3, 3)), np.zeros((3, 2)), np.array([1.0, 2.0, 4.0]), np.array([2, 1])
+    ppo_cma.update(agent, *given)
+    mean_square = (2.0**2 + 2.0**2 + 4.0**2) / 3  # returns: 1 + 0.5 * 2, 2, and 4
+    assert agent.state_dict()["return_sq_mean"].item() == pytest.approx(mean_square)
+    np.testing.assert_allclose(learned[0], given[2] / mean_square**0.5)
+    agent.updates = 1
+    ppo_cma.update(agent, *given[:2], 3.0 * given[2], given[3])
+    mean_square *= (1 + 9) / 2  # both iterations weigh the same
+    np.testing.assert_allclose(learned[1], 3.0 * given[2] / mean_square**0.5)
+
+
+def test_centred_advantages(monkeypatch):
+    ablation("cma_centred_advantages", monkeypatch)
+    advantages = np.array([-6.0, -4.0, -2.0])  # as behind a critic that lags
+    found = ppo_cma.normalize_advantages(advantages, "ppo-cma-m")
+    np.testing.assert_allclose(found, np.array([-2.0, 0.0, 2.0]) / np.sqrt(8 / 3))
+    found = ppo_cma.normalize_advantages(advantages, "ppo-cma")  # dropped, then scaled
+    np.testing.assert_allclose(found, np.array([0.0, 0.0, 2.0]) / np.sqrt(8 / 9))

@@ -1,0 +1,130 @@
+"""Pages about several programs, from the committed runs: the head-to-head of mujoco.sh and the
+ablations of ablations.sh. `python -m benchmark report`, without arguments, makes them.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmark import data, report, stats
+from benchmark.compare import judge
+
+SCRIPTS = ("ppo_continuous_action", "ppo_kl_adaptive 1M", "ppo_cma 1M")
+MUJOCO = (
+    *("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Ant-v4", "Swimmer-v4", "Reacher-v4"),
+    *("InvertedPendulum-v4", "InvertedDoublePendulum-v4"),
+)
+WHOLE = "ppo_cma 1M"
+CHANGES = {
+    "ppo_cma 1M-no-mirror": "negative advantages are dropped, not mirrored",
+    "ppo_cma 1M-H1": "the variance is fitted to one iteration, H = 1",
+    "ppo_cma 1M-H5": "to five, H = 5",
+    "ppo_cma 1M-N32k": "32,000 steps an iteration",
+    "cma_product_kernel 1M": "the mirror kernel is a product over the action's dimensions",
+    "cma_mean_first 1M": "the mean moves before the variance",
+    "cma_scaled_rewards 1M": "rewards over the RMS of returns so far",
+    "cma_centred_advantages 1M": "advantages less their mean",
+}
+ABLATED = ("Hopper-v4", "Walker2d-v4")
+
+
+def committed(algorithms: Sequence[str], env_ids: Sequence[str]) -> list[report.Group]:
+    """The committed runs of these algorithms on these environments, in this order."""
+    runs = data.find([data.RESULTS])
+    groups = report.group(r for r in runs if r.algorithm in algorithms and r.env_id in env_ids)
+    return sorted(groups, key=lambda g: (env_ids.index(g.env_id), algorithms.index(g.algorithm)))
+
+
+def estimate(scores: np.ndarray) -> str:
+    """IQM of scores [seeds] and its interval, in words."""
+    if not len(scores):
+        return "-"
+    ends = stats.interval(stats.iqm, [scores])
+    return f"{report.number(stats.iqm(scores))} {report.between(*ends)}".rstrip()
+
+
+def write(output: Path, blocks: list[tuple]):
+    for drawing in output.glob("*.svg"):  # the page shows the .png
+        drawing.unlink()
+    (output / "README.md").write_text(report.markdown(blocks))
+
+
+def head_to_head(output: Path = data.RESULTS / "head-to-head"):
+    """Write a page: clipped, KL-adaptive and CMA on eight environments."""
+    output.mkdir(exist_ok=True)
+    groups = committed(SCRIPTS, MUJOCO)
+    comparisons = report.compared(groups, "evaluation")
+    scales = report.read_scales(data.HERE / "scales.csv")
+    blocks = [("title", "Clipped, KL-adaptive and CMA on eight MuJoCo environments, 1M steps")]
+    text = (
+        "Runs of `benchmark/mujoco.sh`, each script at one setting: the clipped one at its "
+        "defaults, PPO-CMA at 8,000 steps an iteration, KL-adaptive at the original's episodes a "
+        "batch: 5 where an episode always has 1,000 steps, 50 on Reacher, else 20. Scores are "
+        "interquartile means over seeds with 95 % bootstrap intervals. One core a run; commit, "
+        "hardware and versions are in the .json beside each run's table."
+    )
+    blocks.append(("text", text))
+    for metric, words in report.METRICS.items():
+        blocks.append(("section", f"{metric.capitalize()}: {words}"))
+        rows = []
+        for env_id in MUJOCO:
+            own = {g.algorithm: g.scores(metric) for g in groups if g.env_id == env_id}
+            scores = [own.get(name, np.empty(0)) for name in SCRIPTS]
+            rows.append([env_id, ", ".join(str(len(x)) for x in scores), *map(estimate, scores)])
+        blocks.append(report.table(" | ".join(["environment", "seeds", *SCRIPTS]), rows))
+        blocks.append(("text", "Over environments, on the normalised scale below:"))
+        blocks += report.across(comparisons, metric, scales)[1:]
+    blocks.append(("section", "Figures"))
+    report.draw_curves(groups, "steps", output, "curves")
+    caption = "Training: IQM over seeds of the mean return of the last 100 episodes, and its "
+    blocks.append(("figure", "curves", caption + "pointwise 95 % interval."))
+    report.draw_profiles(comparisons, "evaluation", scales, report.styles(groups), output)
+    caption = "The fraction of runs whose final policy scores above τ on the normalised scale, "
+    blocks.append(("figure", "profiles", caption + "with pointwise 95 % intervals."))
+    blocks.append(("section", "Scales"))
+    rows = [
+        [env_id, scales[env_id].low, scales[env_id].high, scales[env_id].source]
+        for env_id in MUJOCO
+    ]
+    blocks.append(report.table("environment | 0 | 1 | source", rows))
+    write(output, blocks)
+
+
+def ablations(output: Path = data.RESULTS / "ablations"):
+    """Write a page: PPO-CMA with one part changed."""
+    output.mkdir(exist_ok=True)
+    groups = committed((WHOLE, *CHANGES), ABLATED)
+    blocks = [("title", "What the parts of PPO-CMA are worth: 1M steps with one part changed")]
+    text = (
+        "Runs of `benchmark/ablations.sh`, beside the variant 1M of `mujoco.sh`: mirrored, the "
+        "variance fitted to nine iterations (H = 9) before the mean moves, a kernel averaged over "
+        "the action's dimensions, 8,000 steps an iteration. Interquartile means over seeds with "
+        "95 % bootstrap intervals. P is the probability that a run with the change scores above "
+        "one without, mean over both environments; improved or worse takes an interval without "
+        "1/2 and p < 0.05 in a permutation test. Each change is tested by itself."
+    )
+    blocks.append(("text", text))
+    for metric, words in report.METRICS.items():
+        blocks.append(("section", f"{metric.capitalize()}: {words}"))
+        rows = []
+        found = {(g.algorithm, g.env_id): g.scores(metric) for g in groups}
+        for name in (WHOLE, *CHANGES):
+            scores = [found.get((name, env_id), np.empty(0)) for env_id in ABLATED]
+            if not any(map(len, scores)):
+                continue
+            seeds = ", ".join(str(len(x)) for x in scores)
+            cells = [name.removesuffix(" 1M"), CHANGES.get(name, ""), seeds, *map(estimate, scores)]
+            if name == WHOLE:
+                rows.append([*cells, "", "", ""])
+                continue
+            whole = [found[WHOLE, env_id] for env_id in ABLATED]
+            probability, low, high, p, verdict = judge(whole, scores)
+            ends = report.between(low, high, report.ratio)
+            rows.append([*cells, f"{probability:.2f} {ends}", f"{p:.2g}", verdict])
+        header = ["program", "change", "seeds", *ABLATED, "P", "p", "verdict"]
+        blocks.append(report.table(" | ".join(header), rows))
+    report.draw_curves(groups, "steps", output, "curves")
+    caption = "Training: IQM over seeds of the mean return of the last 100 episodes, and its "
+    blocks.append(("figure", "curves", caption + "pointwise 95 % interval."))
+    write(output, blocks)
