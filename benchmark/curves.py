@@ -19,6 +19,7 @@ import numpy as np
 import tyro
 
 from benchmark.data import RESULTS, anchors, read_committed
+from benchmark.report import estimate, number
 
 BLUE, ORANGE = "#0072B2", "#D55E00"
 
@@ -76,6 +77,12 @@ def crossing(curve: Curve, score: float) -> str:
     return f"{curve.steps[above[0]] / 1e6:.2f}M" if len(above) else "not yet"
 
 
+def at(curve: Curve, start: float, end: float) -> float:
+    """Mean return of the windows that end after step `start`, and by `end`; nan without them."""
+    inside = (curve.steps > start) & (curve.steps <= end)
+    return float(curve.returns[inside].mean()) if inside.any() else math.nan
+
+
 def published(env_id: str, metric: str) -> str:
     """The highest score of other PPO programs with several seeds, at the same steps and any version
     of the environment, as text."""
@@ -92,7 +99,7 @@ def published(env_id: str, metric: str) -> str:
     if not found:
         return ""
     best = max(found, key=lambda anchor: anchor.score)
-    return f"{best.score:,.0f} ({best.project}, {best.env_id}, {best.seeds} seeds)"
+    return f"{number(best.score)} ({best.project}, {best.env_id}, {best.seeds} seeds)"
 
 
 CLIPPED = {
@@ -110,18 +117,9 @@ def script_of(env_id: str) -> str:
 
 
 def summary(scores: list[float]) -> str:
-    """Interquartile mean over seeds and its 95% bootstrap interval."""
-    from scipy import stats
-
-    def iqm(x, axis=-1):
-        return stats.trim_mean(x, 0.25, axis=axis)
-
-    if len(set(scores)) == 1:
-        return f"**{scores[0]:,.1f}**"
-    low, high = stats.bootstrap(
-        (scores,), iqm, method="percentile", n_resamples=10_000, rng=np.random.default_rng(0)
-    ).confidence_interval
-    return f"**{iqm(np.array(scores)):,.1f}** [{low:,.1f}, {high:,.1f}]"
+    """Interquartile mean over seeds, bold, and its 95% bootstrap interval."""
+    middle, _, ends = estimate(np.array(scores)).partition(" ")
+    return f"**{middle}** {ends}".rstrip()
 
 
 def last_hundred(curve: Curve) -> float:

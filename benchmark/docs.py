@@ -1,24 +1,27 @@
-"""Keep docs/ true to the scripts and to the committed results: `python -m benchmark.docs`.
-
-In a page, of a script's name, are written anew
+"""Keep docs/ and README.md true to the scripts and to the committed results:
+`python -m benchmark.docs`. In a page of docs/, of a script's name, are written anew
 
     the line in each link to code   [`text`](../ppo.py#L1): where `text` first stands in that file
     <!-- flags -->                  a table of the script's flags, up to <!-- end -->
     <!-- results -->                a table of its committed runs, up to <!-- end -->
+
+and in README.md the tables of benchmark/readme.py, by their names.
 """
 
 import dataclasses
 import importlib
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from benchmark import data
+from benchmark import data, readme
 from benchmark.curves import summary
 
 DOCS = data.HERE.parent / "docs"
+README = data.HERE.parent / "README.md"
 LINK = re.compile(r"\[`([^`]+)`\]\(\.\./(\w+\.py)#L\d+\)")
 
 
@@ -90,19 +93,23 @@ def results(script: str) -> str:
 
 
 def rewrite(page: Path) -> str:
-    """A page's text with its links, flags and results as they now are."""
-    text = LINK.sub(link, page.read_text())
-    for name, make in {"flags": flags, "results": results}.items():
-        pattern = rf"<!-- {name} -->.*?<!-- end -->"
-        if re.search(pattern, text, re.S):
-            block = f"<!-- {name} -->\n{make(page.stem)}\n<!-- end -->"
-            text = re.sub(pattern, lambda _, block=block: block, text, flags=re.S)
-    return text
+    """A page's text with its links and tables as they now are."""
+    if page == README:
+        text, blocks = page.read_text(), readme.BLOCKS
+    else:
+        text = LINK.sub(link, page.read_text())
+        blocks = {make.__name__: partial(make, page.stem) for make in (flags, results)}
+
+    def block(found: re.Match) -> str:
+        name = found[1]
+        return f"<!-- {name} -->\n{blocks[name]()}\n<!-- end -->" if name in blocks else found[0]
+
+    return re.sub(r"<!-- ([\w-]+) -->.*?<!-- end -->", block, text, flags=re.S)
 
 
 def docs():
     """Write all pages anew."""
-    for page in sorted(DOCS.glob("*.md")):
+    for page in (README, *sorted(DOCS.glob("*.md"))):
         page.write_text(rewrite(page))
 
 

@@ -159,6 +159,14 @@ def between(low: float, high: float, text: Callable = number) -> str:
     return f"[{text(low)}, {text(high)}]" if np.isfinite(low) else ""
 
 
+def estimate(scores: np.ndarray) -> str:
+    """IQM of scores [seeds] and its 95 % interval, in words."""
+    if not len(scores):
+        return "-"
+    ends = stats.interval(stats.iqm, [np.asarray(scores)])
+    return f"{number(stats.iqm(scores))} {between(*ends)}".rstrip()
+
+
 def table(header: str, rows: Iterable[Iterable]) -> tuple:
     """A block of a report; `header` holds the names of its columns, between |."""
     return "table", header.split(" | "), [[" ".join(str(c).split()) for c in row] for row in rows]
@@ -408,14 +416,12 @@ def band(lines: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]:
     return grid, *stats.curve(np.stack(values, axis=1))
 
 
-def draw_curves(groups: list[Group], by: Literal["steps", "hours"], output: Path, name: str):
-    """Learning curves, an environment in each panel."""
+def plot_curves(axes, groups: list[Group], by: Literal["steps", "hours"]):
+    """Learning curves, an environment on each of the axes, in the order of the groups."""
     from matplotlib.ticker import EngFormatter
 
-    env_ids = sorted({member.env_id for member in groups})
     looks = styles(groups)
-    figure, axes = panels(len(env_ids))
-    for env_id, axis in zip(env_ids, axes, strict=True):
+    for env_id, axis in zip(dict.fromkeys(member.env_id for member in groups), axes, strict=True):
         own = [member for member in groups if member.env_id == env_id]
         times = [run.seconds[-1] for member in own for run in member.runs if len(run.seconds)]
         hours = max(times, default=0) >= 3600
@@ -448,23 +454,35 @@ def draw_curves(groups: list[Group], by: Literal["steps", "hours"], output: Path
             axis.set_xlabel(f"{'hours' if hours else 'minutes'} of training")
     for axis in axes[::3]:
         axis.set_ylabel(f"return, mean of {GAMES} episodes")
-    save(figure, looks, output, name)
+
+
+def draw_curves(groups: list[Group], by: Literal["steps", "hours"], output: Path, name: str):
+    """A figure of learning curves."""
+    figure, axes = panels(len({member.env_id for member in groups}))
+    plot_curves(axes, groups, by)
+    save(figure, styles(groups), output, name)
+
+
+def plot_profile(axis, algorithms: dict, metric: str, scales: dict, looks: dict):
+    """Performance profiles of {algorithm: its groups}."""
+    scores = {name: normalised(own, metric, scales) for name, own in algorithms.items()}
+    every = np.concatenate([x for own in scores.values() for x in own])
+    taus = np.linspace(min(0.0, every.min()), max(1.0, every.max()), POINTS + 1)
+    for name, own in scores.items():
+        fraction, low, high = stats.profile(own, taus)
+        axis.step(taus, fraction, **looks[name], linewidth=1.8, where="post")
+        colour = looks[name]["color"]
+        axis.fill_between(taus, low, high, color=colour, alpha=0.18, linewidth=0, step="post")
+    axis.set(xlabel="normalised score τ", ylim=(-0.02, 1.02))
 
 
 def draw_profiles(comparisons: list, metric: str, scales: dict, looks: dict, output: Path):
-    """Performance profiles, a comparison in each panel."""
+    """A figure of performance profiles, a comparison in each panel."""
     figure, axes = panels(len(comparisons))
     for k, ((algorithms, env_ids), axis) in enumerate(zip(comparisons, axes, strict=True), 1):
-        scores = {name: normalised(own, metric, scales) for name, own in algorithms.items()}
-        every = np.concatenate([x for own in scores.values() for x in own])
-        taus = np.linspace(min(0.0, every.min()), max(1.0, every.max()), POINTS + 1)
-        for name, own in scores.items():
-            fraction, low, high = stats.profile(own, taus)
-            axis.step(taus, fraction, **looks[name], linewidth=1.8, where="post")
-            colour = looks[name]["color"]
-            axis.fill_between(taus, low, high, color=colour, alpha=0.18, linewidth=0, step="post")
+        plot_profile(axis, algorithms, metric, scales, looks)
         where = env_ids[0] if len(env_ids) == 1 else f"{len(env_ids)} environments"
-        axis.set(title=f"{k}: {where}", xlabel="normalised score τ", ylim=(-0.02, 1.02))
+        axis.set_title(f"{k}: {where}")
     for axis in axes[::3]:
         axis.set_ylabel("fraction of runs above τ")
     shown = {name for algorithms, _ in comparisons for name in algorithms}

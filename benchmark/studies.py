@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmark import data, report, stats
+from benchmark import data, report
 from benchmark.compare import judge
 
 SCRIPTS = ("ppo_continuous_action", "ppo_kl_adaptive 1M", "ppo_cma 1M")
@@ -36,18 +36,21 @@ def committed(algorithms: Sequence[str], env_ids: Sequence[str]) -> list[report.
     return sorted(groups, key=lambda g: (env_ids.index(g.env_id), algorithms.index(g.algorithm)))
 
 
-def estimate(scores: np.ndarray) -> str:
-    """IQM of scores [seeds] and its interval, in words."""
-    if not len(scores):
-        return "-"
-    ends = stats.interval(stats.iqm, [scores])
-    return f"{report.number(stats.iqm(scores))} {report.between(*ends)}".rstrip()
-
-
 def write(output: Path, blocks: list[tuple]):
     for drawing in output.glob("*.svg"):  # the page shows the .png
         drawing.unlink()
     (output / "README.md").write_text(report.markdown(blocks))
+
+
+def scores_by_script(groups: list[report.Group], metric: str) -> list[list[str]]:
+    """A row per environment: seeds of each script, and each script's score."""
+    rows = []
+    for env_id in MUJOCO:
+        own = {g.algorithm: g.scores(metric) for g in groups if g.env_id == env_id}
+        scores = [own.get(name, np.empty(0)) for name in SCRIPTS]
+        seeds = ", ".join(str(len(x)) for x in scores)
+        rows.append([env_id, seeds, *map(report.estimate, scores)])
+    return rows
 
 
 def head_to_head(output: Path = data.RESULTS / "head-to-head"):
@@ -67,21 +70,22 @@ def head_to_head(output: Path = data.RESULTS / "head-to-head"):
     blocks.append(("text", text))
     for metric, words in report.METRICS.items():
         blocks.append(("section", f"{metric.capitalize()}: {words}"))
-        rows = []
-        for env_id in MUJOCO:
-            own = {g.algorithm: g.scores(metric) for g in groups if g.env_id == env_id}
-            scores = [own.get(name, np.empty(0)) for name in SCRIPTS]
-            rows.append([env_id, ", ".join(str(len(x)) for x in scores), *map(estimate, scores)])
+        rows = scores_by_script(groups, metric)
         blocks.append(report.table(" | ".join(["environment", "seeds", *SCRIPTS]), rows))
         blocks.append(("text", "Over environments, on the normalised scale below:"))
         blocks += report.across(comparisons, metric, scales)[1:]
-    blocks.append(("section", "Figures"))
-    report.draw_curves(groups, "steps", output, "curves")
-    caption = "Training: IQM over seeds of the mean return of the last 100 episodes, and its "
-    blocks.append(("figure", "curves", caption + "pointwise 95 % interval."))
-    report.draw_profiles(comparisons, "evaluation", scales, report.styles(groups), output)
-    caption = "The fraction of runs whose final policy scores above τ on the normalised scale, "
-    blocks.append(("figure", "profiles", caption + "with pointwise 95 % intervals."))
+    figure, axes = report.panels(len(MUJOCO) + 1)
+    report.plot_curves(axes[:-1], groups, "steps")
+    looks = report.styles(groups)
+    report.plot_profile(axes[-1], comparisons[0][0], "evaluation", scales, looks)
+    axes[-1].set(title="final policies", ylabel="fraction of runs above τ")
+    report.save(figure, looks, output, "curves")
+    caption = (
+        "IQM over seeds of the mean return of the last 100 training episodes; last panel: the "
+        "fraction of runs whose final policy is above τ on the normalised scale. Intervals are "
+        "pointwise 95 %."
+    )
+    blocks += [("section", "Curves"), ("figure", "curves", caption)]
     blocks.append(("section", "Scales"))
     rows = [
         [env_id, scales[env_id].low, scales[env_id].high, scales[env_id].source]
@@ -89,6 +93,26 @@ def head_to_head(output: Path = data.RESULTS / "head-to-head"):
     ]
     blocks.append(report.table("environment | 0 | 1 | source", rows))
     write(output, blocks)
+
+
+def verdicts(groups: list[report.Group], metric: str) -> list[list[str]]:
+    """A row for the whole and one per change: seeds, scores, P with its interval, p and verdict."""
+    found, rows = {(g.algorithm, g.env_id): g.scores(metric) for g in groups}, []
+    for name in (WHOLE, *CHANGES):
+        scores = [found.get((name, env_id), np.empty(0)) for env_id in ABLATED]
+        if not any(map(len, scores)):
+            continue
+        seeds = ", ".join(str(len(x)) for x in scores)
+        cells = [name.removesuffix(" 1M"), CHANGES.get(name, ""), seeds]
+        cells += map(report.estimate, scores)
+        if name == WHOLE or not all(map(len, scores)):
+            rows.append([*cells, "", "", ""])
+            continue
+        whole = [found[WHOLE, env_id] for env_id in ABLATED]
+        probability, low, high, p, verdict = judge(whole, scores)
+        ends = report.between(low, high, report.ratio)
+        rows.append([*cells, f"{probability:.2f} {ends}".rstrip(), f"{p:.2g}", verdict])
+    return rows
 
 
 def ablations(output: Path = data.RESULTS / "ablations"):
@@ -107,23 +131,8 @@ def ablations(output: Path = data.RESULTS / "ablations"):
     blocks.append(("text", text))
     for metric, words in report.METRICS.items():
         blocks.append(("section", f"{metric.capitalize()}: {words}"))
-        rows = []
-        found = {(g.algorithm, g.env_id): g.scores(metric) for g in groups}
-        for name in (WHOLE, *CHANGES):
-            scores = [found.get((name, env_id), np.empty(0)) for env_id in ABLATED]
-            if not any(map(len, scores)):
-                continue
-            seeds = ", ".join(str(len(x)) for x in scores)
-            cells = [name.removesuffix(" 1M"), CHANGES.get(name, ""), seeds, *map(estimate, scores)]
-            if name == WHOLE:
-                rows.append([*cells, "", "", ""])
-                continue
-            whole = [found[WHOLE, env_id] for env_id in ABLATED]
-            probability, low, high, p, verdict = judge(whole, scores)
-            ends = report.between(low, high, report.ratio)
-            rows.append([*cells, f"{probability:.2f} {ends}", f"{p:.2g}", verdict])
         header = ["program", "change", "seeds", *ABLATED, "P", "p", "verdict"]
-        blocks.append(report.table(" | ".join(header), rows))
+        blocks.append(report.table(" | ".join(header), verdicts(groups, metric)))
     report.draw_curves(groups, "steps", output, "curves")
     caption = "Training: IQM over seeds of the mean return of the last 100 episodes, and its "
     blocks.append(("figure", "curves", caption + "pointwise 95 % interval."))

@@ -484,7 +484,7 @@ def test_head_to_head(tmp_path, monkeypatch):
     assert beaten[:2] == [["ppo_continuous_action", "0.20"], ["ppo_kl_adaptive 1M", "0.50"]]
     # of 25 pairs 4 are won and 2 tied, and all are alike; the first is training
     names = {path.name for path in (tmp_path / "page").iterdir()}
-    assert names == {"README.md", "curves.png", "profiles.png"}
+    assert names == {"README.md", "curves.png"}
 
 
 def test_ablations(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from benchmark import docs
+from benchmark import docs, readme
 
 PAGES = sorted(docs.DOCS.glob("*.md"))
 TAG = re.compile(r"(?:charts|losses)/\w+")
@@ -13,6 +13,12 @@ TAG = re.compile(r"(?:charts|losses)/\w+")
 
 def test_a_page_for_each_script():
     assert {page.stem for page in PAGES} == {p.stem for p in docs.DOCS.parent.glob("ppo*.py")}
+
+
+def test_readme_is_up_to_date():
+    text = docs.README.read_text()
+    assert docs.rewrite(docs.README) == text, "run: python -m benchmark.docs"
+    assert set(re.findall(r"<!-- ([\w-]+) -->\n\|", text)) == set(readme.BLOCKS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
