@@ -3,7 +3,7 @@
 """
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -15,7 +15,7 @@ from benchmark.report import estimate, number
 SPEED = data.RESULTS / "speed"
 
 
-def grid(header: Iterable[str], rows: Iterable[Iterable]) -> str:
+def grid(header: Sequence[str], rows: Iterable[Iterable]) -> str:
     """A markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -1,11 +1,14 @@
-"""docs/ says what the scripts are: links, flags, results and logged tags."""
+"""docs/ and README.md say what the scripts are: links, flags, logged tags, tables."""
 
+import gzip
 import importlib
+import json
 import re
 
+import numpy as np
 import pytest
 
-from benchmark import docs, readme
+from benchmark import data, docs, readme
 
 PAGES = sorted(docs.DOCS.glob("*.md"))
 TAG = re.compile(r"(?:charts|losses)/\w+")
@@ -45,3 +48,53 @@ def test_a_link_leads_to_the_definition():
     assert "advantages.std()" in source[docs.line_of("advantages.std()", "ppo.py") - 1]
     with pytest.raises(SystemExit, match=r"not in ppo\.py"):
         docs.line_of("what is not there", "ppo.py")
+
+
+def cells(block: str, first: str) -> list[str]:
+    """The row of a README table that begins with this text."""
+    lines = readme.BLOCKS[block]().splitlines()
+    (line,) = (line for line in lines if line.startswith(f"| {first}"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_speed_tables_by_hand():
+    path = readme.SPEED / "ppo_continuous_action-HalfCheetah-v4.csv"
+    table = [line.split(",") for line in path.read_text().splitlines() if line[0] != "#"][1:]
+    rates = {}
+    for name in ("compiled", "sb3", "bare"):
+        for k in "123":
+            short, long = (
+                next(row for row in table if row[:3] == [name, k, kind])
+                for kind in ("short", "long")
+            )
+            steps, cpu = (float(long[j]) - float(short[j]) for j in (3, 4))
+            rates.setdefault(name, []).append(steps / cpu)
+    middle = sorted(rates["compiled"])[1]
+    to_sb3 = sorted(a / b for a, b in zip(rates["compiled"], rates["sb3"], strict=True))
+    to_bare = sorted(a / b for a, b in zip(rates["compiled"], rates["bare"], strict=True))
+    row = cells("clipped-speed", "HalfCheetah-v4 |")
+    assert row[1] == f"{middle:,.0f}"
+    assert row[2] == f"**{to_sb3[1]:.1f}** ({to_sb3[0]:.1f} to {to_sb3[2]:.1f})"
+    assert row[3] == f"{to_bare[1]:.2f}"
+    assert row[5].endswith("372 MB")  # the most of sb3's long runs: 371.7, 372.4, 371.7
+
+
+def test_result_tables_by_hand():
+    folder = data.RESULTS / "HalfCheetah-v4" / "ppo_continuous_action"
+    played = [
+        np.mean(json.loads((folder / f"default-s{k}.json").read_text())["evaluation"])
+        for k in (1, 2, 3, 4, 5)
+    ]
+    middle = f"{np.mean(sorted(played)[1:4]):,.0f}"
+    assert cells("clipped-results", "HalfCheetah-v4, 1M")[1].startswith(f"**{middle}** [")
+    assert cells("head-to-head", "HalfCheetah-v4")[2].startswith(f"**{middle}** [")
+    with gzip.open(data.RESULTS / "Humanoid-v4" / "ppo_cma" / "default-s1.csv.gz", "rt") as file:
+        episodes = [line.split(",") for line in file][1:]
+    windows = {}
+    for step, _, episodic_return, _ in episodes:
+        windows.setdefault((int(step) - 1) // 32_000, []).append(float(episodic_return))
+    first = min(k for k, returns in windows.items() if np.mean(returns) >= 1000)
+    row = cells("humanoid", "`ppo_cma.py`, seed 1")
+    assert row[1] == f"{(first + 1) * 0.032:.2f}M"
+    inside = [np.mean(windows[k]) for k in windows if 4.5e6 < (k + 1) * 32_000 <= 5e6]
+    assert row[5] == f"{np.mean(inside):,.0f}"
