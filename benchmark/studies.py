@@ -23,6 +23,7 @@ CHANGES = {
     "ppo_cma 1M-N32k": "32,000 steps an iteration",
     "cma_product_kernel 1M": "the mirror kernel is a product over the action's dimensions",
     "cma_mean_first 1M": "the mean moves before the variance",
+    "cma_published_ends 1M": "an episode's last transition has an advantage of 0",
     "cma_scaled_rewards 1M": "rewards over the RMS of returns so far",
     "cma_centred_advantages 1M": "advantages less their mean",
 }

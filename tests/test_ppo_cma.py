@@ -675,7 +675,7 @@ def test_learning_on_a_gpu_is_learning_on_a_cpu():
 
 
 def ablation(name: str, monkeypatch):
-    for changed in ("mean_loss", "fit", "Agent", "update", "normalize_advantages"):
+    for changed in ("mean_loss", "fit", "Agent", "update", "normalize_advantages", "gae"):
         monkeypatch.setattr(ppo_cma, changed, getattr(ppo_cma, changed))  # as it was afterwards
     folder = Path(ppo_cma.__file__).parent / "benchmark"
     runpy.run_path(str(folder / f"{name}.py"), run_name=name)
@@ -726,3 +726,13 @@ def test_centred_advantages(monkeypatch):
     np.testing.assert_allclose(found, np.array([-2.0, 0.0, 2.0]) / np.sqrt(8 / 3))
     found = ppo_cma.normalize_advantages(advantages, "ppo-cma")  # dropped, then scaled
     np.testing.assert_allclose(found, np.array([0.0, 0.0, 2.0]) / np.sqrt(8 / 9))
+
+
+def test_published_ends(monkeypatch):
+    rewards, values = np.array([1.0, 2.0, -1.0, 0.5]), np.array([0.3, 0.1, -0.2, 0.4, 0.0])
+    ends = np.array([0.0, 0.0, 0.0, 1.0])
+    returns = ppo_cma.gae(rewards, np.zeros(5), ends, ends, 0.99, 1.0)
+    ablation("cma_published_ends", monkeypatch)
+    found = ppo_cma.gae(rewards, values, ends, ends, 0.99, 0.95)
+    np.testing.assert_allclose(found, [2.042377, 1.322038, -0.404, 0.0], atol=1e-6)
+    np.testing.assert_array_equal(ppo_cma.gae(rewards, np.zeros(5), ends, ends, 0.99, 1.0), returns)
