@@ -26,6 +26,7 @@ CHANGES = {
     "cma_published_ends 1M": "an episode's last transition has an advantage of 0",
     "cma_scaled_rewards 1M": "rewards over the RMS of returns so far",
     "cma_centred_advantages 1M": "advantages less their mean",
+    "cma_critic_steps 1M": "the critic takes 400 steps an iteration, not 100",
 }
 ABLATED = ("Hopper-v4", "Walker2d-v4")
 

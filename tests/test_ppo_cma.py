@@ -736,3 +736,15 @@ def test_published_ends(monkeypatch):
     found = ppo_cma.gae(rewards, values, ends, ends, 0.99, 0.95)
     np.testing.assert_allclose(found, [2.042377, 1.322038, -0.404, 0.0], atol=1e-6)
     np.testing.assert_array_equal(ppo_cma.gae(rewards, np.zeros(5), ends, ends, 0.99, 1.0), returns)
+
+
+def test_critic_steps(monkeypatch):
+    calls = {}
+    monkeypatch.setattr(
+        ppo_cma, "fit", lambda name, adam, minibatches, loss_fn: calls.update({name: minibatches})
+    )
+    ablation("cma_critic_steps", monkeypatch)
+    for name in ("value", "variance"):
+        ppo_cma.fit(name, "adam", iter("ab"), "loss")
+    assert calls["value"] == list("abababab")
+    assert list(calls["variance"]) == ["a", "b"]

@@ -1,0 +1,24 @@
+"""A modernisation of ppo_cma.py, tried as an ablation, with its flags: the critic takes four times as
+many steps in each iteration, so that it lags less behind the returns."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import ppo_cma
+
+fit = ppo_cma.fit
+
+
+def fit_more(name: str, optimizer, minibatches, loss_fn) -> float:
+    """As ppo_cma.fit, the critic's minibatches four times over."""
+    if name == "value":
+        minibatches = list(minibatches) * 4
+    return fit(name, optimizer, minibatches, loss_fn)
+
+
+ppo_cma.fit = fit_more
+
+if __name__ == "__main__":
+    args = ppo_cma.parse_args()
+    (ppo_cma.evaluate if args.evaluate else ppo_cma.train)(args)
