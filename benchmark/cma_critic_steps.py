@@ -1,5 +1,5 @@
-"""A modernisation of ppo_cma.py, tried as an ablation, with its flags: the critic takes four times as
-many steps in each iteration, so that it lags less behind the returns."""
+"""A modernisation of ppo_cma.py, tried as an ablation, with its flags: the critic takes four times
+as many steps in each iteration, so that it lags less behind the returns."""
 
 import sys
 from pathlib import Path
