@@ -76,10 +76,11 @@ def results(script: str) -> str:
     for run in data.find([data.RESULTS]):
         if run.script == script and run.status in ("finished", "running"):
             goal = (run.info["args"].get(name) for name in ("num_episodes", "total_timesteps"))
-            groups.setdefault((run.env_id, run.variant, *goal), []).append(run)
+            setting = run.variant + ", stopped early" * (run.status == "running")
+            groups.setdefault((run.env_id, setting, *goal), []).append(run)
     rows = ["| environment | setting | seeds, steps | training | final policy | commits |"]
     rows.append("|---|---|---|---|---|---|")
-    for (env_id, variant, *_), runs in groups.items():
+    for (env_id, setting, *_), runs in groups.items():
         steps = sorted(run.info["global_step"] for run in runs)
         lengths = dict.fromkeys(f"{steps[k] / 1e6:.2g}M" for k in (0, -1))
         commits = sorted({(run.info.get("git_commit") or "")[:7] for run in runs})
@@ -87,7 +88,7 @@ def results(script: str) -> str:
         final = score([run.score("evaluation") for run in runs])
         seeds = f"{len(runs)}, {' to '.join(lengths)}"
         rows.append(
-            f"| {env_id} | {variant} | {seeds} | {training} | {final} | {', '.join(commits)} |"
+            f"| {env_id} | {setting} | {seeds} | {training} | {final} | {', '.join(commits)} |"
         )
     return "\n".join(rows)
 

@@ -134,8 +134,8 @@ def cma_results() -> str:
         published += f" ({name})" * (name != env_id)
         training = [curves.smooth(curve.returns)[-1] for curve in found]
         for scores in (training, [curves.final_policy(curve) for curve in found]):
-            ends = f"({number(min(scores))} to {number(max(scores))})"
-            cells.append(f"**{number(np.mean(scores))}** {ends}")
+            ends = f" ({number(min(scores))} to {number(max(scores))})" * (len(scores) > 1)
+            cells.append(f"**{number(np.mean(scores))}**{ends}")
         rows.append([*cells[:3], published, cells[3]])
     header = ["environment, command", "seeds, steps", "training return"]
     return grid([*header, "original's training return", "mean action"], rows)
