@@ -212,6 +212,14 @@ def draw(env_ids: list[str], script: str, path: Path):
         repeat = curves[0].info["args"]["action_repeat"]
         label = f"{script}.py, {len(curves)} seeds, action repeat {repeat}"
         axis.plot([], [], color=BLUE, label=label)
+        clipped = load(env_id, "ppo_continuous_action")
+        for curve in clipped:
+            within = curve.steps <= 1.05 * max(c.steps[-1] for c in curves)
+            shown = curve.steps[within] / 1e6, smooth(curve.returns)[within]
+            axis.plot(*shown, color="black", linewidth=0.8, alpha=0.5)
+        if clipped:
+            label = f"ppo_continuous_action.py, {len(clipped)} seeds"
+            axis.plot([], [], color="black", linewidth=0.8, alpha=0.5, label=label)
         for name in (env_id, unversioned(env_id) + "-v2"):
             points = original(name)
             if len(points):
@@ -223,9 +231,9 @@ def draw(env_ids: list[str], script: str, path: Path):
         axis.set_xlim(left=0)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(
-            frameon=False, fontsize=8, loc="lower right" if "Car" in env_id else "upper left"
-        )
+        low = env_id != "Hopper-v4"
+        corner = "lower right" if low else "upper left"
+        axis.legend(edgecolor="none", framealpha=0.8, fontsize=8, loc=corner)
     figure.tight_layout()
     figure.savefig(path, dpi=140)
     plt.close(figure)
