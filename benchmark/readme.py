@@ -9,7 +9,7 @@ from statistics import median
 
 import numpy as np
 
-from benchmark import curves, data, report, speed, studies
+from benchmark import curves, data, report, speed, stats, studies
 from benchmark.report import estimate, number
 
 SPEED = data.RESULTS / "speed"
@@ -58,25 +58,29 @@ def head_to_head() -> str:
     groups = studies.committed(studies.SCRIPTS, studies.MUJOCO)
     rows = []
     for env_id, seeds, *scores in studies.scores_by_script(groups, "evaluation"):
-        own = {g.algorithm: g.scores("evaluation") for g in groups if g.env_id == env_id}
-        best = max(own, key=lambda name: report.stats.iqm(own[name]))
+        own = {g.algorithm: stats.iqm(g.scores("evaluation")) for g in groups if g.env_id == env_id}
         cells = [
-            bold(score) if name == best else score
+            bold(score) if own.get(name) == max(own.values()) else score
             for name, score in zip(studies.SCRIPTS, scores, strict=True)
         ]
         rows.append([env_id, seeds, *cells])
     scales = report.read_scales(data.HERE / "scales.csv")
-    for metric, words in (("evaluation", "all eight"), ("training", "all eight, training")):
+    better = []
+    for metric, words in (("evaluation", ""), ("training", ", training")):
         (algorithms, _), *_ = report.compared(groups, metric)
-        cells = []
-        for name in studies.SCRIPTS:
-            scores = report.normalised(algorithms[name], metric, scales)
-            ends = report.stats.interval(report.stats.iqm, scores)
-            text = f"{report.stats.iqm(*scores):.2f} {report.between(*ends, report.ratio)}"
-            cells.append(text.rstrip())
-        rows.append([f"{words}, normalised", "", *cells])
+        scores = [report.normalised(algorithms[name], metric, scales) for name in studies.SCRIPTS]
+        cells = [in_words(stats.iqm, own) for own in scores]
+        rows.append([f"all eight, normalised{words}", "", *cells])
+        cells = [in_words(stats.improvement, [*own, *scores[0]]) for own in scores[1:]]
+        better.append([f"P(above clipped){words}", "", "", *cells])
     header = ["environment", "seeds", *(f"`{name.split()[0]}.py`" for name in studies.SCRIPTS)]
-    return grid(header, rows)
+    return grid(header, rows + better)
+
+
+def in_words(statistic, scores: list[np.ndarray]) -> str:
+    """Of scores by environment, with its 95 % interval."""
+    ends = report.between(*stats.interval(statistic, scores), report.ratio)
+    return f"{statistic(*scores):.2f} {ends}".rstrip()
 
 
 def ablations() -> str:
