@@ -118,9 +118,11 @@ def verdicts(groups: list[report.Group], metric: str) -> list[list[str]]:
 
 
 def ablations(output: Path = data.RESULTS / "ablations"):
-    """Write a page: PPO-CMA with one part changed."""
-    output.mkdir(exist_ok=True)
+    """Write a page: PPO-CMA with one part changed; nothing as long as there are no such runs."""
     groups = committed((WHOLE, *CHANGES), ABLATED)
+    if {group.algorithm for group in groups} <= {WHOLE}:
+        return
+    output.mkdir(exist_ok=True)
     blocks = [("title", "What the parts of PPO-CMA are worth: 1M steps with one part changed")]
     text = (
         "Runs of `benchmark/ablations.sh`, beside the variant 1M of `mujoco.sh`: mirrored, the "
