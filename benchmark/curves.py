@@ -20,6 +20,7 @@ import tyro
 
 from benchmark.data import RESULTS, anchors, read_committed
 from benchmark.report import estimate, number
+from benchmark.stats import first_reach, running_mean
 
 BLUE, ORANGE = "#0072B2", "#D55E00"
 
@@ -69,6 +70,10 @@ def original(env_id: str) -> np.ndarray:
 def smooth(values: np.ndarray, width: int = 3) -> np.ndarray:
     """Mean of each window and those before it, `width` in all."""
     return np.array([values[max(0, i + 1 - width) : i + 1].mean() for i in range(len(values))])
+
+
+CROSSINGS = (1000, 2000, 3000, 4000)  # of returns on Humanoid
+ORIGINAL_CROSSINGS = ("2.01M", "2.48M", "2.91M", "3.34M")  # read off the original's figure
 
 
 def crossing(curve: Curve, score: float) -> str:
@@ -266,7 +271,7 @@ def report(script: str = "ppo_cma"):
     lines.append("each run: the .json beside its table.\n")
     humanoid = load("Humanoid-v4", script)
     if humanoid:
-        scores = (1000, 2000, 3000, 4000)
+        scores = CROSSINGS
         lines.append("Humanoid-v4, N = 32,000: steps to a mean return of\n")
         lines.append(
             "| | " + " | ".join(map(str, scores)) + " |\n|---" * 1 + "|---" * len(scores) + "|"
@@ -274,7 +279,7 @@ def report(script: str = "ppo_cma"):
         for c in humanoid:
             cells = " | ".join(crossing(c, score) for score in scores)
             lines.append(f"| seed {c.seed} (to {c.info['global_step'] / 1e6:.2f}M) | {cells} |")
-        lines.append("| original, Humanoid-v2, mean of 3 | 2.01M | 2.48M | 2.91M | 3.34M |\n")
+        lines.append(f"| original, Humanoid-v2, mean of 3 | {' | '.join(ORIGINAL_CROSSINGS)} |\n")
     (RESULTS / f"{script}.md").write_text("\n".join(lines))
     draw(env_ids, script, RESULTS / f"{script}.png")
     print("\n".join(lines))
@@ -401,12 +406,10 @@ def draw_episodes(curves: dict[str, list[Batches]]):
 GOALS = {"Pong-v5": (0, 10, 18, 20), "Breakout-v5": (10, 50, 100, 200)}  # scores
 
 
-def last_games(scores: np.ndarray, games: int = 100) -> np.ndarray:
-    """Mean of each score [episodes] and those before it, of at most `games`."""
-    sums = np.concatenate([[0.0], np.cumsum(scores)])
-    ends = np.arange(1, len(scores) + 1)
-    starts = np.maximum(0, ends - games)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+def reach(goal: float, steps: np.ndarray, scores: np.ndarray) -> str:
+    """A goal and the steps to a mean over 100 games of it, in words."""
+    step = first_reach(steps, scores, goal, least=100)
+    return f"{goal}: {step / 1e6:.2f}M" if math.isfinite(step) else f"{goal}: not reached"
 
 
 def atari():
@@ -430,16 +433,12 @@ def atari():
     figure, axes = plt.subplots(1, len(env_ids), figsize=size, squeeze=False, layout="constrained")
     for env_id, axis in zip(env_ids, axes[0], strict=True):
         for info, steps, scores in sorted(runs(env_id, script), key=lambda run: run[0]["seed"]):
-            means, played = last_games(scores), info["evaluation"]
+            means, played = running_mean(scores), info["evaluation"]
             cells = [env_id, info["seed"], info["processes"], f"{int(steps[-1]):,}"]
             cells += [f"{info['wall_seconds'] / 3600:.1f}", f"**{means[-1]:.1f}**"]
             cells += [f"{np.mean(played):.1f} +- {np.std(played):.1f}", info["git_commit"][:7]]
             lines.append(f"| {' | '.join(map(str, cells))} |")
-            firsts = []
-            for goal in GOALS[env_id]:
-                above = np.flatnonzero((means >= goal) & (np.arange(len(means)) >= 99))
-                step = f"{steps[above[0]] / 1e6:.2f}M" if len(above) else "not reached"
-                firsts.append(f"{goal}: {step}")
+            firsts = [reach(goal, steps, scores) for goal in GOALS[env_id]]
             reached.append(f"| {env_id} | {info['seed']} | {', '.join(firsts)} |")
             axis.plot(steps / 1e6, scores, ".", color=BLUE, ms=2, alpha=0.25)
             axis.plot(steps / 1e6, means, color=BLUE, linewidth=1.8)

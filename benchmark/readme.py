@@ -146,33 +146,26 @@ def cma_results() -> str:
 
 
 def humanoid() -> str:
-    scores = (1000, 2000, 3000, 4000)
     rows = []
     for curve in curves.load("Humanoid-v4", "ppo_cma"):
         steps = curve.info["global_step"]
         cells = [f"`ppo_cma.py`, seed {curve.seed}, to {steps / 1e6:.1f}M"]
-        cells += [curves.crossing(curve, score) for score in scores]
+        cells += [curves.crossing(curve, score) for score in curves.CROSSINGS]
         cells.append(number(curves.at(curve, 4.5e6, 5e6)))
         rows.append([*cells, number(curves.at(curve, 9e6, 10e6))])
-    published = ["original, Humanoid-v2, mean of 3", "2.01M", "2.48M", "2.91M", "3.34M"]
+    published = ["original, Humanoid-v2, mean of 3", *curves.ORIGINAL_CROSSINGS]
     rows.append([*published, "4,593 at 5M", "4,609"])
-    return grid(["", *map(str, scores), "4.5 to 5M", "9 to 10M"], rows)
+    return grid(["", *map(str, curves.CROSSINGS), "4.5 to 5M", "9 to 10M"], rows)
 
 
 def atari_results() -> str:
     rows = []
     for env_id, goals in curves.GOALS.items():
         for info, steps, scores in curves.runs(env_id, "ppo_atari_multigpu"):
-            means = curves.last_games(scores)
-            whole = np.arange(len(means)) >= 99
-            firsts = []
-            for goal in goals[:-1]:
-                above = np.flatnonzero((means >= goal) & whole)
-                reached = f"{steps[above[0]] / 1e6:.2f}M" if len(above) else "not reached"
-                firsts.append(f"{goal}: {reached}")
+            firsts = [curves.reach(goal, steps, scores) for goal in goals[:-1]]
             cells = [f"{env_id}, seed {info['seed']}"]
             cells += [f"{steps[-1] / 1e6:.2f}M, {info['wall_seconds'] / 3600:.1f}"]
-            cells += [f"**{means[-1]:.1f}**", f"**{np.mean(info['evaluation']):.1f}**"]
+            cells += [f"**{np.mean(scores[-100:]):.1f}**", f"**{np.mean(info['evaluation']):.1f}**"]
             rows.append([*cells, ", ".join(firsts)])
     header = ["game", "steps, hours", "training, last 100 games", "greedy, 20 games"]
     return grid([*header, "steps to a mean of"], rows)

@@ -595,7 +595,7 @@ def choose(runs: list[data.Run], name: str, wanted: tuple[str, ...]) -> list[dat
 
 
 def published():
-    """The pages and figures in benchmark/results and the tables in docs/, of the committed runs."""
+    """The pages and figures in benchmark/results, the tables of README.md and docs/."""
     from benchmark import curves, docs, studies
 
     pages = (curves.table, curves.report, curves.episodes, curves.atari)
@@ -613,8 +613,8 @@ def report(
     """Write report.md, index.html (one page that opens offline), runs.csv, summary.csv and figures.
 
     Ends with exit code 1, after everything is written, if a run is not finished or has no score.
-    Without folders, the pages and figures in benchmark/results, which README.md quotes and shows,
-    and the tables in docs/ are made anew from the committed runs.
+    Without folders, the pages and figures in benchmark/results and the tables of README.md and
+    docs/ are made anew from the committed runs.
 
     Args:
         folders: where runs are: folders of `run`, run folders, committed results.
