@@ -27,6 +27,7 @@ CHANGES = {
     "cma_scaled_rewards 1M": "rewards over the RMS of returns so far",
     "cma_centred_advantages 1M": "advantages less their mean",
     "cma_critic_steps 1M": "the critic takes 400 steps an iteration, not 100",
+    "cma_annealed_lr 1M": "the learning rate falls linearly to 0",
 }
 ABLATED = ("Hopper-v4", "Walker2d-v4")
 

@@ -675,7 +675,15 @@ def test_learning_on_a_gpu_is_learning_on_a_cpu():
 
 
 def ablation(name: str, monkeypatch):
-    for changed in ("mean_loss", "fit", "Agent", "update", "normalize_advantages", "gae"):
+    for changed in (
+        "mean_loss",
+        "fit",
+        "Agent",
+        "update",
+        "normalize_advantages",
+        "gae",
+        "rollout",
+    ):
         monkeypatch.setattr(ppo_cma, changed, getattr(ppo_cma, changed))  # as it was afterwards
     folder = Path(ppo_cma.__file__).parent / "benchmark"
     runpy.run_path(str(folder / f"{name}.py"), run_name=name)
@@ -748,3 +756,17 @@ def test_critic_steps(monkeypatch):
         ppo_cma.fit(name, "adam", iter("ab"), "loss")
     assert calls["value"] == list("abababab")
     assert list(calls["variance"]) == ["a", "b"]
+
+
+def test_annealed_lr(monkeypatch):
+    rates = []
+    critic = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=0.5)
+    agent = SimpleNamespace(optimizers={"critic": critic})
+    monkeypatch.setattr(
+        ppo_cma, "rollout", lambda agent, *_: rates.append(critic.param_groups[0]["lr"])
+    )
+    ablation("cma_annealed_lr", monkeypatch)
+    args = ppo_cma.Args(total_timesteps=1000, learning_rate=5e-4)
+    for step in (0, 250, 1000, 1001):
+        ppo_cma.rollout(agent, "envs", SimpleNamespace(global_step=step), args)
+    assert rates == [5e-4, 3.75e-4, 0.0, 0.0]
