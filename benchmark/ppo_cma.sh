@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every published number of ppo_cma.py: runs (given again, it goes on), tables, pictures, speed.
 # RUNS=folder and WORKERS=processes may be set; on two cores it takes about four hours. Of Humanoid-v4, the
-# tables of seeds 2 to 4 are of these commands stopped before their 10M steps; results/ppo_cma.md says where.
+# tables of seeds 3 and 4 are of these commands stopped before their 10M steps; results/ppo_cma.md says where.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
