@@ -204,6 +204,18 @@ def table():
     print("\n".join(lines))
 
 
+BESIDE = {  # what the figure of ppo_cma.py shows beside it
+    "ppo_continuous_action": (
+        "ppo_continuous_action.py",
+        {"color": "black", "linewidth": 0.8, "alpha": 0.5},
+    ),
+    "cma_annealed_lr": (
+        "ppo_cma.py, learning rate to 0",
+        {"color": "#009E73", "linewidth": 1.4, "alpha": 0.8},
+    ),
+}
+
+
 def draw(env_ids: list[str], script: str, path: Path):
     import matplotlib.pyplot as plt
 
@@ -217,18 +229,19 @@ def draw(env_ids: list[str], script: str, path: Path):
         repeat = curves[0].info["args"]["action_repeat"]
         label = f"{script}.py, {len(curves)} seeds, action repeat {repeat}"
         axis.plot([], [], color=BLUE, label=label)
-        clipped = load(env_id, "ppo_continuous_action")
-        for curve in clipped:
-            within = curve.steps <= 1.05 * max(c.steps[-1] for c in curves)
-            shown = curve.steps[within] / 1e6, smooth(curve.returns)[within]
-            axis.plot(*shown, color="black", linewidth=0.8, alpha=0.5)
-        if clipped:
-            label = f"ppo_continuous_action.py, {len(clipped)} seeds"
-            axis.plot([], [], color="black", linewidth=0.8, alpha=0.5, label=label)
+        longest = max(curve.steps[-1] for curve in curves)
+        for other, (label, looks) in BESIDE.items():
+            beside = load(env_id, other)
+            for curve in beside:
+                within = curve.steps <= 1.05 * longest
+                axis.plot(curve.steps[within] / 1e6, smooth(curve.returns)[within], **looks)
+            if beside:
+                seeds = f"{len(beside)} seed{'s' * (len(beside) > 1)}"
+                axis.plot([], [], label=f"{label}, {seeds}", **looks)
         for name in (env_id, unversioned(env_id) + "-v2"):
             points = original(name)
             if len(points):
-                points = points[points[:, 0] <= 1.05 * max(c.steps[-1] for c in curves)]
+                points = points[points[:, 0] <= 1.05 * longest]
                 label = f"original, {name}, action repeat 2"
                 axis.plot(points[:, 0] / 1e6, points[:, 1], "o--", color=ORANGE, label=label, ms=4)
                 break

@@ -147,12 +147,13 @@ def cma_results() -> str:
 
 def humanoid() -> str:
     rows = []
-    for curve in curves.load("Humanoid-v4", "ppo_cma"):
-        steps = curve.info["global_step"]
-        cells = [f"`ppo_cma.py`, seed {curve.seed}, to {steps / 1e6:.1f}M"]
-        cells += [curves.crossing(curve, score) for score in curves.CROSSINGS]
-        cells.append(number(curves.at(curve, 4.5e6, 5e6)))
-        rows.append([*cells, number(curves.at(curve, 9e6, 10e6))])
+    for name, words in ("ppo_cma", "`ppo_cma.py`"), ("cma_annealed_lr", "learning rate to 0"):
+        for curve in curves.load("Humanoid-v4", name):
+            steps = curve.info["global_step"]
+            cells = [f"{words}, seed {curve.seed}, to {steps / 1e6:.1f}M"]
+            cells += [curves.crossing(curve, score) for score in curves.CROSSINGS]
+            cells.append(number(curves.at(curve, 4.5e6, 5e6)))
+            rows.append([*cells, number(curves.at(curve, 9e6, 10e6))])
     published = ["original, Humanoid-v2, mean of 3", *curves.ORIGINAL_CROSSINGS]
     rows.append([*published, "4,593 at 5M", "4,609"])
     return grid(["", *map(str, curves.CROSSINGS), "4.5 to 5M", "9 to 10M"], rows)
