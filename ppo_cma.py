@@ -31,8 +31,7 @@ core, and 1,000 to 2,800 on Hopper-v4 after 400,000, three minutes; seeds and ta
 Where the paper and its code differ, this follows the code that made the published curves (dense
 skip connections, the 1/2 in the log-density, a mirror kernel averaged over action dimensions). One
 difference: the value after an episode's last step is 0, whatever ended it; the critic sees time.
-Left out on purpose: discrete or unbounded actions, gradient clipping, learning-rate annealing,
-bootstrapping at time limits.
+Left out on purpose: discrete or unbounded actions, gradient clipping, bootstrapping at time limits.
 """
 
 import contextlib
@@ -139,7 +138,9 @@ class Args:
     history_buffer_size: int = 9
     """H: iterations whose samples train the variance"""
     learning_rate: Annotated[float, alias("-lr")] = 5e-4
-    """Adam's, constant, for every network"""
+    """Adam's, for every network"""
+    anneal_lr: bool = False
+    """lower the learning rate linearly to 0; the original's is constant"""
     gamma: float = 0.99
     """discount factor per decision"""
     gae_lambda: float = 0.95
@@ -1260,6 +1261,10 @@ def train(args: Args) -> str:
             if not args.resume:
                 save_checkpoint(run, agent, envs)
             while run.global_step < args.total_timesteps and not stop:
+                remaining = 1.0 - run.global_step / args.total_timesteps if args.anneal_lr else 1.0
+                learning_rate = remaining * args.learning_rate
+                for optimizer in agent.optimizers.values():
+                    optimizer.param_groups[0]["lr"] = learning_rate
                 started, stepping = time.perf_counter(), envs.seconds
                 rollout(agent, envs, run, args)
                 rolled, stepping = time.perf_counter(), envs.seconds - stepping
@@ -1270,7 +1275,7 @@ def train(args: Args) -> str:
                     f"episodic_return={metrics['charts/mean_episodic_return']:.2f}, "
                     f"policy_std={metrics['charts/policy_std']:.3f}"
                 )
-                run.log_iteration(metrics | {"charts/learning_rate": args.learning_rate})
+                run.log_iteration(metrics | {"charts/learning_rate": learning_rate})
                 if run.iteration % args.checkpoint_interval == 0:
                     save_checkpoint(run, agent, envs)
             if run.iteration % args.checkpoint_interval:  # else just saved

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What each part of PPO-CMA is worth: 1M steps with one part changed, beside the variant 1M of mujoco.sh;
-# the last four are modernisations.
+# --anneal-lr and the last three are modernisations.
 # RUNS=folder, WORKERS=processes and SEEDS="1 2 ..." may be set.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -19,8 +19,8 @@ for seed in ${SEEDS:-1 2 3}; do
   seed --variant 1M-H1 --command "$cma 8000 --history-buffer-size 1"
   seed --variant 1M-H5 --command "$cma 8000 --history-buffer-size 5"
   seed --variant 1M-N32k --command "$cma 32000"
-  for change in product_kernel mean_first published_ends \
-    scaled_rewards centred_advantages critic_steps annealed_lr; do
+  seed --variant 1M-anneal-lr --command "$cma 8000 --anneal-lr"
+  for change in product_kernel mean_first published_ends scaled_rewards centred_advantages critic_steps; do
     seed --variant 1M --command "python benchmark/cma_$change.py $steps --iter-steps 8000"
   done
 done

@@ -21,13 +21,13 @@ CHANGES = {
     "ppo_cma 1M-H1": "the variance is fitted to one iteration, H = 1",
     "ppo_cma 1M-H5": "to five, H = 5",
     "ppo_cma 1M-N32k": "32,000 steps an iteration",
+    "ppo_cma 1M-anneal-lr": "the learning rate falls linearly to 0",
     "cma_product_kernel 1M": "the mirror kernel is a product over the action's dimensions",
     "cma_mean_first 1M": "the mean moves before the variance",
     "cma_published_ends 1M": "an episode's last transition has an advantage of 0",
     "cma_scaled_rewards 1M": "rewards over the RMS of returns so far",
     "cma_centred_advantages 1M": "advantages less their mean",
     "cma_critic_steps 1M": "the critic takes 400 steps an iteration, not 100",
-    "cma_annealed_lr 1M": "the learning rate falls linearly to 0",
 }
 ABLATED = ("Hopper-v4", "Walker2d-v4")
 

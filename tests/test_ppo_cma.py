@@ -10,6 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from program import scalars
 
 import ppo_cma
 from ppo_cma import Agent, Args, gae, log_density, mean_loss, normalize_advantages, variance_loss
@@ -647,6 +648,26 @@ def test_adam_as_in_the_original():
         assert adam.defaults["betas"] == (0.9, 0.999)
 
 
+def test_annealed_learning_rate(tmp_path, monkeypatch):
+    rates = []
+
+    def spy(agent, *batch, update=ppo_cma.update):
+        rates.append([adam.param_groups[0]["lr"] for adam in agent.optimizers.values()])
+        return update(agent, *batch)
+
+    monkeypatch.setattr(ppo_cma, "update", spy)
+    line = ["--env-id", "Pendulum-v1", "--iter-steps", "200", "--n-updates", "2", "--anneal-lr"]
+    line += ["--run-dir", str(tmp_path / "run")]  # an episode has 200 steps
+    ppo_cma.train(ppo_cma.parse_args([*line, "--total-timesteps", "600"]))
+    expected = [5e-4, 5e-4 * 2 / 3, 5e-4 / 3]
+    np.testing.assert_allclose(rates, np.repeat([expected], 3, axis=0).T, rtol=1e-12)
+    resumed = ["--resume", str(tmp_path / "run"), "--total-timesteps", "800"]
+    ppo_cma.train(ppo_cma.parse_args(resumed))  # of 800 steps 600 are done
+    np.testing.assert_allclose(rates[3:], [[5e-4 / 4] * 3], rtol=1e-12)
+    logged = [value for _, value in scalars(tmp_path / "run")["charts/learning_rate"]]
+    np.testing.assert_allclose(logged, [*expected, 5e-4 / 4], rtol=1e-6)
+
+
 def test_compiled_networks_learn_the_same():
     def learn(compiled):
         agent = make_agent(3, [-1] * 2, [1] * 2, n_updates=10, minibatch_size=64)
@@ -756,17 +777,3 @@ def test_critic_steps(monkeypatch):
         ppo_cma.fit(name, "adam", iter("ab"), "loss")
     assert calls["value"] == list("abababab")
     assert list(calls["variance"]) == ["a", "b"]
-
-
-def test_annealed_lr(monkeypatch):
-    rates = []
-    critic = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=0.5)
-    agent = SimpleNamespace(optimizers={"critic": critic})
-    monkeypatch.setattr(
-        ppo_cma, "rollout", lambda agent, *_: rates.append(critic.param_groups[0]["lr"])
-    )
-    ablation("cma_annealed_lr", monkeypatch)
-    args = ppo_cma.Args(total_timesteps=1000, learning_rate=5e-4)
-    for step in (0, 250, 1000, 1001):
-        ppo_cma.rollout(agent, "envs", SimpleNamespace(global_step=step), args)
-    assert rates == [5e-4, 3.75e-4, 0.0, 0.0]
