@@ -204,16 +204,10 @@ def table():
     print("\n".join(lines))
 
 
-BESIDE = {  # what the figure of ppo_cma.py shows beside it
-    "ppo_continuous_action": (
-        "ppo_continuous_action.py",
-        {"color": "black", "linewidth": 0.8, "alpha": 0.5},
-    ),
-    "cma_annealed_lr": (
-        "ppo_cma.py, learning rate to 0",
-        {"color": "#009E73", "linewidth": 1.4, "alpha": 0.8},
-    ),
-}
+BESIDE = (  # what the figure of ppo_cma.py shows, too: script, variant, looks
+    ("ppo_continuous_action", "default", {"color": "black", "linewidth": 0.8, "alpha": 0.5}),
+    ("ppo_cma", "anneal-lr", {"color": "#009E73", "linewidth": 1.4, "alpha": 0.8}),
+)
 
 
 def draw(env_ids: list[str], script: str, path: Path):
@@ -230,14 +224,15 @@ def draw(env_ids: list[str], script: str, path: Path):
         label = f"{script}.py, {len(curves)} seeds, action repeat {repeat}"
         axis.plot([], [], color=BLUE, label=label)
         longest = max(curve.steps[-1] for curve in curves)
-        for other, (label, looks) in BESIDE.items():
-            beside = load(env_id, other)
+        for other, variant, looks in BESIDE:
+            beside = load(env_id, other, variant)
             for curve in beside:
                 within = curve.steps <= 1.05 * longest
                 axis.plot(curve.steps[within] / 1e6, smooth(curve.returns)[within], **looks)
             if beside:
-                seeds = f"{len(beside)} seed{'s' * (len(beside) > 1)}"
-                axis.plot([], [], label=f"{label}, {seeds}", **looks)
+                label = f"{other}.py" + f" --{variant}" * (variant != "default")
+                label += f", {len(beside)} seed{'s' * (len(beside) > 1)}"
+                axis.plot([], [], label=label, **looks)
         for name in (env_id, unversioned(env_id) + "-v2"):
             points = original(name)
             if len(points):

@@ -147,10 +147,10 @@ def cma_results() -> str:
 
 def humanoid() -> str:
     rows = []
-    for name, words in ("ppo_cma", "`ppo_cma.py`"), ("cma_annealed_lr", "learning rate to 0"):
-        for curve in curves.load("Humanoid-v4", name):
+    for variant, flag in ("default", ""), ("anneal-lr", " --anneal-lr"):
+        for curve in curves.load("Humanoid-v4", "ppo_cma", variant):
             steps = curve.info["global_step"]
-            cells = [f"{words}, seed {curve.seed}, to {steps / 1e6:.1f}M"]
+            cells = [f"`ppo_cma.py{flag}`, seed {curve.seed}, to {steps / 1e6:.1f}M"]
             cells += [curves.crossing(curve, score) for score in curves.CROSSINGS]
             cells.append(number(curves.at(curve, 4.5e6, 5e6)))
             rows.append([*cells, number(curves.at(curve, 9e6, 10e6))])
