@@ -493,6 +493,7 @@ def run(
     active, failed = [], []
     with Board(jobs) as board:
         board.say(f"{len(jobs)} jobs in {runs_dir}, {len(jobs) - len(waiting)} done before")
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
         try:
             while waiting or active:
                 for job in [job for job in waiting if locked(job.folder)]:

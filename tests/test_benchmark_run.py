@@ -178,9 +178,12 @@ def test_job_killed_under_a_living_harness_is_tried_again(toy):
     assert len(lines("starts.txt")) == 2
 
 
-def test_ctrl_c_leaves_resumable_runs(toy):
+@pytest.mark.parametrize("ignored", [False, True], ids=["", "started with &"])
+def test_ctrl_c_leaves_resumable_runs(toy, ignored):
     command = "python toy.py --total-timesteps 30 --tick 0.1"
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL)
     harness = background(command, workers=2)
+    signal.signal(signal.SIGINT, handler)
     wait_for(lambda: len(lines("starts.txt")) == 2)
     time.sleep(0.5)
     harness.send_signal(signal.SIGINT)
