@@ -9,7 +9,7 @@ export OMP_NUM_THREADS=1
 seed() {
   python -m benchmark run --runs-dir "${RUNS:-runs/published}" --workers "${WORKERS:-2}" \
     --results benchmark/results --start-seed "$seed" --num-seeds 1 \
-    --env-ids Hopper-v4 Walker2d-v4 "$@"
+    --env-ids Walker2d-v4 "$@"
 }
 steps="--total-timesteps 1000000"
 cma="python ppo_cma.py $steps --iter-steps"

@@ -125,7 +125,8 @@ def read_committed(path: Path) -> Run:
     with gzip.open(path.with_suffix(".csv.gz"), "rt") as file:
         text = file.read()
     variant = path.stem.rpartition("-s")[0]
-    return make_run(json.loads(path.read_text()) | {"variant": variant}, text, {}, path)
+    job = {"script": path.parent.name, "variant": variant}  # run.json names what that imports
+    return make_run(json.loads(path.read_text()), text, job, path)
 
 
 def find(folders: Iterable[Path]) -> list[Run]:

@@ -116,14 +116,15 @@ def kl_results() -> str:
 
 def cma_results() -> str:
     """Means over the longest runs, and the range of single ones."""
-    settings = {
-        "Humanoid-v4": "defaults",
-        "Hopper-v4": "`--iter-steps 8000`",
-        "MountainCarContinuous-v0": "`--iter-steps 4000 --minibatch-size 2048 --action-repeat 4`",
-    }
+    car = "`--iter-steps 4000 --minibatch-size 2048 --action-repeat 4`"
     rows = []
-    for env_id, setting in settings.items():
-        found = curves.load(env_id, "ppo_cma")
+    for env_id, variant, setting in (
+        ("Humanoid-v4", "default", "defaults"),
+        ("Humanoid-v4", "anneal-lr", "`--anneal-lr`"),
+        ("Hopper-v4", "default", "`--iter-steps 8000`"),
+        ("MountainCarContinuous-v0", "default", car),
+    ):
+        found = curves.load(env_id, "ppo_cma", variant)
         most = max(curve.steps[-1] for curve in found)
         found = [curve for curve in found if curve.steps[-1] > 0.95 * most]
         most = min(most, found[0].info["args"]["total_timesteps"])

@@ -488,6 +488,7 @@ def test_head_to_head(tmp_path, monkeypatch):
 
 
 def test_ablations(tmp_path, monkeypatch):
+    monkeypatch.setattr(studies, "ABLATED", ("Hopper-v4", "Walker2d-v4"))
     for seed in range(8):
         for env_id in studies.ABLATED:
             write_run(tmp_path, env_id, "ppo_cma", seed, 1000 + seed, variant="1M")
@@ -504,6 +505,18 @@ def test_ablations(tmp_path, monkeypatch):
     assert rows["cma_mean_first"][5].startswith("0.50 [")
     assert rows["cma_mean_first"][7] == "no evidence"
     assert studies.CHANGES["ppo_cma 1M-H1"] in rows["ppo_cma 1M-H1"][1]
+
+
+def test_a_committed_run_goes_by_its_program_not_by_the_script_that_imports(tmp_path):
+    write_run(tmp_path, "Hopper-v4", "ppo_cma", 3, 1000)
+    folder = tmp_path / "Hopper-v4" / "ppo_cma" / "default-s3"
+    job = {"env_id": "Hopper-v4", "script": "cma_mean_first", "variant": "1M", "seed": 3}
+    job["command"] = f"python benchmark/cma_mean_first.py --run-dir {folder / 'run'}"
+    data.commit(folder / "run", job, [7.0, 9.0], tmp_path / "kept")
+    (run,) = data.find([tmp_path / "kept"])
+    assert (run.script, run.variant, run.seed) == ("cma_mean_first", "1M", 3)
+    assert run.algorithm == "cma_mean_first 1M" and run.info["script"] == "ppo_cma.py"
+    assert (run.score("training"), run.score("evaluation")) == (1000.0, 8.0)
 
 
 def test_scales():
