@@ -416,11 +416,11 @@ def band(lines: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]:
     return grid, *stats.curve(np.stack(values, axis=1))
 
 
-def plot_curves(axes, groups: list[Group], by: Literal["steps", "hours"]):
-    """Learning curves, an environment on each of the axes, in the order of the groups."""
+def plot_curves(axes, groups: list[Group], by: Literal["steps", "hours"], looks: dict):
+    """Learning curves, an environment on each of the axes, in the order of the groups; `looks` of
+    each algorithm's lines."""
     from matplotlib.ticker import EngFormatter
 
-    looks = styles(groups)
     for env_id, axis in zip(dict.fromkeys(member.env_id for member in groups), axes, strict=True):
         own = [member for member in groups if member.env_id == env_id]
         times = [run.seconds[-1] for member in own for run in member.runs if len(run.seconds)]
@@ -459,8 +459,9 @@ def plot_curves(axes, groups: list[Group], by: Literal["steps", "hours"]):
 def draw_curves(groups: list[Group], by: Literal["steps", "hours"], output: Path, name: str):
     """A figure of learning curves."""
     figure, axes = panels(len({member.env_id for member in groups}))
-    plot_curves(axes, groups, by)
-    save(figure, styles(groups), output, name)
+    looks = styles(groups)
+    plot_curves(axes, groups, by, looks)
+    save(figure, looks, output, name)
 
 
 def plot_profile(axis, algorithms: dict, metric: str, scales: dict, looks: dict):

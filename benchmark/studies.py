@@ -2,6 +2,7 @@
 ablations of ablations.sh. `python -m benchmark report`, without arguments, makes them.
 """
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ WHOLE = "ppo_cma 1M"
 CHANGES = {
     "ppo_cma 1M-no-mirror": "negative advantages are dropped, not mirrored",
     "ppo_cma 1M-H1": "the variance is fitted to one iteration, H = 1",
-    "ppo_cma 1M-H5": "to five, H = 5",
+    "ppo_cma 1M-H5": "the variance is fitted to five iterations, H = 5",
     "ppo_cma 1M-N32k": "32,000 steps an iteration",
     "ppo_cma 1M-anneal-lr": "the learning rate falls linearly to 0",
     "cma_product_kernel 1M": "the mirror kernel is a product over the action's dimensions",
@@ -78,8 +79,8 @@ def head_to_head(output: Path = data.RESULTS / "head-to-head"):
         blocks.append(("text", "Over environments, on the normalised scale below:"))
         blocks += report.across(comparisons, metric, scales)[1:]
     figure, axes = report.panels(len(MUJOCO) + 1)
-    report.plot_curves(axes[:-1], groups, "steps")
     looks = report.styles(groups)
+    report.plot_curves(axes[:-1], groups, "steps", looks)
     report.plot_profile(axes[-1], comparisons[0][0], "evaluation", scales, looks)
     axes[-1].set(title="final policies", ylabel="fraction of runs above τ")
     report.save(figure, looks, output, "curves")
@@ -118,6 +119,21 @@ def verdicts(groups: list[report.Group], metric: str) -> list[list[str]]:
     return rows
 
 
+def draw_changes(groups: list[report.Group], output: Path):
+    """A figure of learning curves, for each change and environment a panel with and without it."""
+    whole = {group.env_id: group for group in groups if group.algorithm == WHOLE}
+    changed = [group for group in groups if group.algorithm != WHOLE]
+    figure, axes = report.panels(len(changed))
+    with_it, without = {"color": report.COLOURS[0]}, {"color": "black"}
+    for group, axis in zip(changed, axes, strict=True):
+        looks = {WHOLE: without, group.algorithm: with_it}
+        report.plot_curves([axis], [whole[group.env_id], group], "steps", looks)
+        axis.set_title(f"{group.env_id}: {textwrap.fill(CHANGES[group.algorithm], 42)}", size=10)
+        axis.set_ylabel("")
+    axes[0].set_ylabel(f"return, mean of {report.GAMES} episodes")
+    report.save(figure, {"ppo_cma.py": without, "with the change": with_it}, output, "curves")
+
+
 def ablations(output: Path = data.RESULTS / "ablations"):
     """Write a page: PPO-CMA with one part changed; nothing as long as there are no such runs."""
     groups = committed((WHOLE, *CHANGES), ABLATED)
@@ -138,7 +154,7 @@ def ablations(output: Path = data.RESULTS / "ablations"):
         blocks.append(("section", f"{metric.capitalize()}: {words}"))
         header = ["program", "change", "seeds", *ABLATED, "P", "p", "verdict"]
         blocks.append(report.table(" | ".join(header), verdicts(groups, metric)))
-    report.draw_curves(groups, "steps", output, "curves")
+    draw_changes(groups, output)
     caption = "Training: IQM over seeds of the mean return of the last 100 episodes, and its "
-    blocks.append(("figure", "curves", caption + "pointwise 95 % interval."))
+    blocks.append(("figure", "curves", caption + "pointwise 95 % interval; thin: single seeds."))
     write(output, blocks)
