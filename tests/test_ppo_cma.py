@@ -696,15 +696,7 @@ def test_learning_on_a_gpu_is_learning_on_a_cpu():
 
 
 def ablation(name: str, monkeypatch):
-    for changed in (
-        "mean_loss",
-        "fit",
-        "Agent",
-        "update",
-        "normalize_advantages",
-        "gae",
-        "rollout",
-    ):
+    for changed in ("mean_loss", "fit", "Agent", "update", "normalize_advantages", "gae"):
         monkeypatch.setattr(ppo_cma, changed, getattr(ppo_cma, changed))  # as it was afterwards
     folder = Path(ppo_cma.__file__).parent / "benchmark"
     runpy.run_path(str(folder / f"{name}.py"), run_name=name)
