@@ -279,13 +279,11 @@ def report(script: str = "ppo_cma"):
     lines.append("each run: the .json beside its table.\n")
     humanoid = load("Humanoid-v4", script)
     if humanoid:
-        scores = CROSSINGS
         lines.append("Humanoid-v4, N = 32,000: steps to a mean return of\n")
-        lines.append(
-            "| | " + " | ".join(map(str, scores)) + " |\n|---" * 1 + "|---" * len(scores) + "|"
-        )
+        lines.append(f"| | {' | '.join(map(str, CROSSINGS))} |")
+        lines.append("|---" * (1 + len(CROSSINGS)) + "|")
         for c in humanoid:
-            cells = " | ".join(crossing(c, score) for score in scores)
+            cells = " | ".join(crossing(c, score) for score in CROSSINGS)
             lines.append(f"| seed {c.seed} (to {c.info['global_step'] / 1e6:.2f}M) | {cells} |")
         lines.append(f"| original, Humanoid-v2, mean of 3 | {' | '.join(ORIGINAL_CROSSINGS)} |\n")
     (RESULTS / f"{script}.md").write_text("\n".join(lines))
