@@ -100,7 +100,8 @@ def head_to_head(output: Path = data.RESULTS / "head-to-head"):
 
 
 def verdicts(groups: list[report.Group], metric: str) -> list[list[str]]:
-    """A row for the whole and one per change: seeds, scores, P with its interval, p and verdict."""
+    """A row for the whole and one per change: seeds, scores, P with its interval, p and verdict
+    over the environments that the change was run on."""
     found, rows = {(g.algorithm, g.env_id): g.scores(metric) for g in groups}, []
     for name in (WHOLE, *CHANGES):
         scores = [found.get((name, env_id), np.empty(0)) for env_id in ABLATED]
@@ -109,11 +110,12 @@ def verdicts(groups: list[report.Group], metric: str) -> list[list[str]]:
         seeds = ", ".join(str(len(x)) for x in scores)
         cells = [name.removesuffix(" 1M"), CHANGES.get(name, ""), seeds]
         cells += map(report.estimate, scores)
-        if name == WHOLE or not all(map(len, scores)):
+        if name == WHOLE:
             rows.append([*cells, "", "", ""])
             continue
-        whole = [found[WHOLE, env_id] for env_id in ABLATED]
-        probability, low, high, p, verdict = judge(whole, scores)
+        both = [env_id for env_id, own in zip(ABLATED, scores, strict=True) if len(own)]
+        whole, changed = ([found[key, env_id] for env_id in both] for key in (WHOLE, name))
+        probability, low, high, p, verdict = judge(whole, changed)
         ends = report.between(low, high, report.ratio)
         rows.append([*cells, f"{probability:.2f} {ends}".rstrip(), f"{p:.2g}", verdict])
     return rows

@@ -494,9 +494,10 @@ def test_ablations(tmp_path, monkeypatch):
             write_run(tmp_path, env_id, "ppo_cma", seed, 1000 + seed, variant="1M")
             write_run(tmp_path, env_id, "ppo_cma", seed, 500 + seed, variant="1M-H1")
             write_run(tmp_path, env_id, "cma_mean_first", seed, 1000 + seed, variant="1M")
+        write_run(tmp_path, "Walker2d-v4", "ppo_cma", seed, 2000 + seed, variant="1M-H5")
     monkeypatch.setattr(data, "RESULTS", tmp_path)
     studies.ablations(tmp_path / "page")
-    rows = {row[0]: row for row in rows_of(tmp_path / "page" / "README.md")[:5]}
+    rows = {row[0]: row for row in rows_of(tmp_path / "page" / "README.md")[:6]}
     assert rows["ppo_cma"][2] == "8, 8"
     assert rows["ppo_cma"][3].startswith("1,004 [")  # of 1002 to 1005
     assert rows["ppo_cma 1M-H1"][3].startswith("503.5 [")
@@ -504,6 +505,9 @@ def test_ablations(tmp_path, monkeypatch):
     assert rows["ppo_cma 1M-H1"][7] == "worse"
     assert rows["cma_mean_first"][5].startswith("0.50 [")
     assert rows["cma_mean_first"][7] == "no evidence"
+    assert rows["ppo_cma 1M-H5"][2:4] == ["0, 8", "-"]  # judged where it ran
+    assert rows["ppo_cma 1M-H5"][5].startswith("1.00 [")
+    assert rows["ppo_cma 1M-H5"][7] == "improved"
     assert studies.CHANGES["ppo_cma 1M-H1"] in rows["ppo_cma 1M-H1"][1]
 
 
