@@ -12,8 +12,9 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
     1. take T steps in each of N environments with a ~ pi(a | s), a choice in each of its branches
     2. A = GAE(lambda): a time limit bootstraps from the value of the true last observation, a
        termination does not, and the row after an episode's end (autoreset's) is never learned from
-    3. for K epochs, for each minibatch, with r = pi(a | s) / pi_old(a | s):
+    3. for K epochs, for each minibatch, with A normalised in it and r = pi(a | s) / pi_old(a | s):
            minimise  -E[ min(r A, clip(r, 1 - eps, 1 + eps) A) ] + c_v E[ (V - R)^2 ] / 2 - c_e H
+       where V moves by eps from its old value at most (--clip-vloss, the default)
 
     python ppo.py --env-id CartPole-v1                     # train, 500,000 steps
     python ppo.py --env-id Acrobot-v1 --num-envs 8
@@ -221,7 +222,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     if args.resume and args.run_dir:
         fail("--resume goes on in its own folder; --run-dir is for a new run")
     if args.resume or args.evaluate:
-        saved = load_checkpoint(args.resume or args.evaluate)["args"]
+        saved = asdict(Args(**load_checkpoint(args.resume or args.evaluate)["args"]))
         args = parse(Args(**saved))
         for name in () if args.evaluate else saved.keys() - CHANGEABLE:
             if getattr(args, name) != saved[name]:
@@ -354,6 +355,8 @@ class Episodes(gym.Wrapper):
     def replay(self, progress: list):
         """Bring the environment to where `progress[index]` was taken."""
         episode, actions = progress[self.key[1]]
+        if episode < 0:  # not started yet
+            return
         self.episode = episode - 1
         self.reset()
         for action in actions:

@@ -13,9 +13,10 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
     1. each process takes T steps in its N / P environments (EnvPool)
     2. A = GAE(lambda); a lost life ends an episode, the row after it is never learned from
     3. for K epochs, for each minibatch, which is spread over the processes evenly,
-       with r = pi(a | s) / pi_old(a | s):
+       with A normalised in it and r = pi(a | s) / pi_old(a | s):
            minimise  -E[ min(r A, clip(r, 1 - eps, 1 + eps) A) ] + c_v E[ (V - R)^2 ] / 2 - c_e H
-       where the gradients add up over processes before they are clipped
+       where V moves by eps from its old value at most (--clip-vloss, the default), and the
+       gradients add up over processes before they are clipped
 
     python ppo_atari_multigpu.py --env-id Breakout-v5                       # one process
     torchrun --standalone --nproc-per-node=2 ppo_atari_multigpu.py --env-id Pong-v5
@@ -249,7 +250,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     if args.resume and args.run_dir:
         fail("--resume goes on in its own folder; --run-dir is for a new run")
     if args.resume or args.evaluate:
-        saved = load_checkpoint(args.resume or args.evaluate)["args"]
+        saved = asdict(Args(**load_checkpoint(args.resume or args.evaluate)["args"]))
         args = parse(Args(**saved))
         for name in () if args.evaluate else saved.keys() - CHANGEABLE:
             if getattr(args, name) != saved[name]:

@@ -218,7 +218,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     if args.resume and args.run_dir:
         fail("--resume goes on in its own folder; --run-dir is for a new run")
     if args.resume or args.evaluate:
-        saved = load_checkpoint(args.resume or args.evaluate)["args"]
+        saved = asdict(Args(**load_checkpoint(args.resume or args.evaluate)["args"]))
         args = parse(Args(**saved))
         for name in () if args.evaluate else saved.keys() - CHANGEABLE:
             if getattr(args, name) != saved[name]:

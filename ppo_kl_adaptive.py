@@ -35,7 +35,7 @@ What adapts, and to what, is --servo; each of its numbers is a flag as well:
 
 Expect 2,600 on Hopper-v4 after 3,000 episodes (1.5M steps), 900 to 2,600 on HalfCheetah-v4 after 1M
 steps and 950 on InvertedPendulum-v4 within 700 episodes, in three to five minutes per 1M steps on
-one CPU core; one seed of three stays at 500 on Hopper-v4. Seeds and tables: README.md.
+one CPU core; one seed of three falls back to 500 on Hopper-v4. Seeds and tables: README.md.
 
 The value after an episode's last step is 0, at a time limit too: policy and value function see the
 time. Flags for what departs from the published algorithm are listed apart, and off.
@@ -300,7 +300,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     if args.resume and args.run_dir:
         fail("--resume goes on in its own folder; --run-dir is for a new run")
     if args.resume or args.evaluate:
-        saved = load_checkpoint(args.resume or args.evaluate)["args"]
+        saved = asdict(Args(**load_checkpoint(args.resume or args.evaluate)["args"]))
         args = parse(Args(**saved))
         for name in () if args.evaluate else saved.keys() - CHANGEABLE:
             if getattr(args, name) != saved[name]:
@@ -433,6 +433,8 @@ class Episodes(gym.Wrapper):
     def replay(self, progress: list):
         """Bring the environment to where `progress[index]` was taken."""
         episode, actions = progress[self.key[1]]
+        if episode < 0:  # not started yet
+            return
         self.episode = episode - 1
         self.reset()
         for action in actions:

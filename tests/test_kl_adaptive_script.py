@@ -44,6 +44,7 @@ SMALL = (
 SETUPS = {
     "whole": "--env-id InvertedPendulum-v4 --num-envs 3 --num-episodes 40",
     "choices": "--env-id CartPole-v1 --num-envs 2 --num-episodes 40",
+    "wide": "--env-id CartPole-v1 --num-envs 6 --episodes-per-batch 6 --num-episodes 48",
     "cut": "--env-id InvertedPendulum-v4 --num-envs 2 --num-steps 20 --total-timesteps 320",
     "long": "--env-id Pendulum-v1 --num-envs 2 --num-steps 70 --total-timesteps 1120",
 }
@@ -512,6 +513,8 @@ def test_tracking_with_a_stand_in(tmp_path, monkeypatch):
         ("whole", "update", 1, 0),
         ("whole", "torch.save", 4, 4),  # the first is of iteration 0
         ("choices", "Run.log_episode", 33, 6),
+        ("wide", "Run.log_episode", 3, 0),  # the warm-up has started 5 environments of 6
+        ("wide", "Run.log_episode", 15, 2),
         ("choices", "explained_variance", 5 * 2 + 2, 4),
         ("cut", "policy_loss", 5 * 4 + 3, 4),
         ("cut", "torch.save", 3, 2),

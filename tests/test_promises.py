@@ -101,6 +101,7 @@ WRONG = [
     ("--evaluate cut", "cut/checkpoint.pt: damaged, or not a checkpoint"),
     ("--evaluate foreign", "foreign/checkpoint.pt: written by another.py; use that script"),
     ("--resume newer", "newer/checkpoint.pt: of another version of"),
+    ("--resume older --gamma 0.5", "--gamma is 0.99"),
     ("--resume run --evaluate run", "--resume continues training and --evaluate plays"),
     ("--resume run --run-dir new", "--run-dir is for a new run"),
     ("--resume run --seed 2", "--seed is 1 in the run to resume"),
@@ -255,7 +256,7 @@ def place(tmp_path_factory):
             patch.setattr(ppo_cma, "pretrain_policy", lambda agent: None)
             flags = f"{SMALL[script]} --total-timesteps 32 --run-dir {folder / 'run'}"
             script.train(script.parse_args(flags.split()))
-        for name in ("empty", "full", "damaged", "cut", "foreign", "newer"):
+        for name in ("empty", "full", "damaged", "cut", "foreign", "newer", "older"):
             (folder / name).mkdir()
         (folder / "file").write_text("mine")
         (folder / "full" / "notes.txt").write_text("mine")
@@ -266,11 +267,12 @@ def place(tmp_path_factory):
         (folder / "damaged" / "checkpoint.pt").write_bytes(changed)
         (folder / "cut" / "checkpoint.pt").write_bytes(whole[:middle])
         saved = script.load_checkpoint(folder / "run")["args"]
-        for name, stem, more in (
-            ("foreign", "another", {}),
-            ("newer", script.__name__, {"temperature": 1.0}),
+        for name, stem, args in (
+            ("foreign", "another", saved),
+            ("newer", script.__name__, saved | {"temperature": 1.0}),
+            ("older", script.__name__, {k: v for k, v in saved.items() if k != "gamma"}),
         ):
-            write_checkpoint(folder / name, {"script": stem, "args": saved | more})
+            write_checkpoint(folder / name, {"script": stem, "args": args})
         return folder
 
     return get
