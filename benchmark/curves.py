@@ -6,7 +6,8 @@
     python -m benchmark.curves atari       # -> results/ppo_atari_multigpu.md and .png
 
 A training return is the mean over the episodes that ended in one window of as many steps as an
-iteration has; in `episodes`, over those of five iterations.
+iteration has, and less than half a window at the end of a run is left out; in `episodes`, over
+those of five iterations.
 """
 
 import math
@@ -20,7 +21,7 @@ import tyro
 
 from benchmark.data import RESULTS, anchors, read_committed
 from benchmark.report import estimate, number
-from benchmark.stats import first_reach, running_mean
+from benchmark.stats import first_reach, iqm, running_mean
 
 BLUE, ORANGE = "#0072B2", "#D55E00"
 
@@ -28,7 +29,7 @@ BLUE, ORANGE = "#0072B2", "#D55E00"
 @dataclass
 class Curve:
     seed: int
-    steps: np.ndarray  # [windows], the end of each
+    steps: np.ndarray  # [windows], the end of each, the last one's the run's
     returns: np.ndarray  # [windows]
     info: dict
 
@@ -48,8 +49,11 @@ def load(env_id: str, script: str, variant: str = "default") -> list[Curve]:
         width = info["args"].get("iter_steps") or info["args"]["total_timesteps"] // 50
         window = ((steps - 1) // width).astype(int)
         filled = np.unique(window)
+        if steps[-1] < (filled[-1] + 0.5) * width:
+            filled = filled[:-1]
         means = np.array([returns[window == w].mean() for w in filled])
-        curves.append(Curve(info["seed"], (filled + 1) * width, means, info))
+        ends = np.minimum((filled + 1) * width, steps[-1])
+        curves.append(Curve(info["seed"], ends, means, info))
     return sorted(curves, key=lambda curve: curve.seed)
 
 
@@ -57,14 +61,19 @@ def unversioned(env_id: str) -> str:
     return re.sub(r"-v\d$", "", env_id)
 
 
-def original(env_id: str) -> np.ndarray:
-    """(steps, score) [n, 2] of the original PPO-CMA's curve, in order of steps."""
-    points = [
-        (anchor.steps, anchor.score)
-        for anchor in anchors()
-        if anchor.algorithm.startswith("ppo-cma-m") and anchor.env_id == env_id
-    ]
-    return np.array(sorted(points), float)
+def original(env_id: str) -> tuple[np.ndarray, str, int]:
+    """Of the original PPO-CMA's curve (steps, score) [n, 2], in order of steps, the environment,
+    version 2 where this one was not tried, and the number of seeds."""
+    for name in (env_id, f"{unversioned(env_id)}-v2"):
+        found = [
+            anchor
+            for anchor in anchors()
+            if anchor.algorithm.startswith("ppo-cma-m") and anchor.env_id == name
+        ]
+        if found:
+            points = np.array(sorted((anchor.steps, anchor.score) for anchor in found), float)
+            return points, name, found[0].seeds
+    raise ValueError(f"the original PPO-CMA was not run on {env_id}")
 
 
 def smooth(values: np.ndarray, width: int = 3) -> np.ndarray:
@@ -88,9 +97,9 @@ def at(curve: Curve, start: float, end: float) -> float:
     return float(curve.returns[inside].mean()) if inside.any() else math.nan
 
 
-def published(env_id: str, metric: str) -> str:
-    """The highest score of other PPO programs with several seeds, at the same steps and any version
-    of the environment, as text."""
+def published(env_id: str, metrics: tuple[str, ...], several: bool = True) -> str:
+    """The highest score of other PPO programs with several seeds, or with one or an unknown number,
+    by one of the metrics, at the same steps and any version of the environment, as text."""
     name = unversioned(env_id)
     steps = load(env_id, script_of(env_id))[0].info["args"]["total_timesteps"]
     found = [
@@ -98,13 +107,22 @@ def published(env_id: str, metric: str) -> str:
         for anchor in anchors()
         if unversioned(anchor.env_id) == name
         and anchor.algorithm.startswith("ppo")
-        and (anchor.steps, anchor.metric) == (steps, metric)
-        and (anchor.seeds or 1) > 1
+        and anchor.steps == steps
+        and anchor.metric in metrics
+        and ((anchor.seeds or 1) > 1) == several
     ]
     if not found:
         return ""
     best = max(found, key=lambda anchor: anchor.score)
-    return f"{number(best.score)} ({best.project}, {best.env_id}, {best.seeds} seeds)"
+    seeds = {None: "seeds unknown", 1: "1 run"}.get(best.seeds, f"{best.seeds} seeds")
+    return f"{number(best.score)} ({best.project}, {best.env_id}, {seeds})"
+
+
+ELSEWHERE = (  # headings and arguments of published()
+    ("training", ("training",), True),
+    ("maximum over training", ("max-over-training",), True),
+    ("evaluation", ("evaluation", "table"), False),
+)
 
 
 CLIPPED = {
@@ -148,9 +166,10 @@ def table():
         "the column says, at the same number of steps, not rerun.\n"
     )
     lines.append(
-        "| environment | steps | setting | seeds | final policy | training | each seed's policy |"
+        "| environment | steps | setting | seeds | final policy | training | each seed's policy "
+        "| commits |"
     )
-    lines.append("|---|---|---|---|---|---|---|")
+    lines.append("|---|---|---|---|---|---|---|---|")
     env_ids = [env for script in CLIPPED for env in CLIPPED[script] if load(env, script)]
     rows = math.ceil(len(env_ids) / 4)
     figure, axes = plt.subplots(rows, 4, figsize=(15, 3.2 * rows), squeeze=False)
@@ -167,24 +186,15 @@ def table():
             steps = curves[0].info["args"]["total_timesteps"]
             cells = [env_id, f"{steps:,}", name, len(curves), summary(scores)]
             cells += [summary([last_hundred(curve) for curve in curves])]
-            cells += [", ".join(f"{score:,.0f}" for score in scores)]
+            cells += [", ".join(map(number, scores))]
+            cells += [", ".join(sorted({curve.info["git_commit"][:7] for curve in curves}))]
             lines.append(f"| {' | '.join(map(str, cells))} |")
             grid = np.linspace(0.02, 1.0, 50) * steps
             values = np.array([np.interp(grid, c.steps, smooth(c.returns)) for c in curves])
-            axis.plot(
-                grid / 1e6,
-                np.median(values, axis=0),
-                color=color,
-                label=name,
-            )
-            axis.fill_between(
-                grid / 1e6,
-                values.min(axis=0),
-                values.max(axis=0),
-                color=color,
-                alpha=0.2,
-                linewidth=0,
-            )
+            front = {"color": color, "zorder": 3 - len(seeds)}
+            axis.plot(grid / 1e6, iqm(values, axis=0), label=name, **front)
+            ends = values.min(axis=0), values.max(axis=0)
+            axis.fill_between(grid / 1e6, *ends, alpha=0.2, linewidth=0, **front)
         title = f"{env_id}, {' and '.join(seeds)} seeds"
         axis.set(title=title, xlabel="environment steps (millions)")
         axis.grid(alpha=0.25)
@@ -194,26 +204,40 @@ def table():
     axes[0, 0].legend(frameon=False, fontsize=8, loc="upper left")
     figure.tight_layout()
     figure.savefig(RESULTS / "ppo.png", dpi=120)
-    lines += ["", "Published by others, several seeds, at the same number of steps:\n"]
-    lines += ["| environment | training return | maximum over training |", "|---|---|---|"]
+    lines += ["", "In the figure lines are interquartile means over seeds, bands reach from the "]
+    lines[-1] += "lowest to the highest.\n\nThe highest that others published, at the same number "
+    lines[-1] += "of steps; evaluations are of one run or of an unknown number:\n"
+    names = [name for name, *_ in ELSEWHERE]
+    lines += [f"| environment | {' | '.join(names)} |", "|---|---|---|---|"]
     for env_id in env_ids:
-        cells = [published(env_id, "training"), published(env_id, "max-over-training")]
+        cells = [published(env_id, metrics, several) for _, metrics, several in ELSEWHERE]
         if any(cells):
             lines.append(f"| {env_id} | {' | '.join(cells)} |")
     (RESULTS / "ppo.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
 
-BESIDE = (  # what the figure of ppo_cma.py shows, too: script, variant, looks
-    ("ppo_continuous_action", "default", {"color": "black", "linewidth": 0.8, "alpha": 0.5}),
-    ("ppo_cma", "anneal-lr", {"color": "#009E73", "linewidth": 1.4, "alpha": 0.8}),
-)
+BESIDE = {  # what the figure of ppo_cma.py shows, too: name, script, variant, looks
+    "ppo_continuous_action.py": (
+        *("ppo_continuous_action", "default"),
+        {"color": "black", "linewidth": 0.8, "alpha": 0.5},
+    ),
+    "ppo_cma.py --anneal-lr": (
+        *("ppo_cma", "anneal-lr"),
+        {"color": "#009E73", "linewidth": 1.4, "alpha": 0.8},
+    ),
+    "ppo_cma.py --action-repeat 2": (
+        *("ppo_cma", "repeat2"),
+        {"color": "#009E73", "linewidth": 1.4, "alpha": 0.8},
+    ),
+}
 
 
 def draw(env_ids: list[str], script: str, path: Path):
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(env_ids), figsize=(4.4 * len(env_ids), 3.6), squeeze=False)
+    size = (4.4 * len(env_ids), 4.2)
+    figure, axes = plt.subplots(1, len(env_ids), figsize=size, squeeze=False, layout="constrained")
     for axis, env_id in zip(axes[0], env_ids, strict=True):
         curves = load(env_id, script)
         for curve in curves:
@@ -224,32 +248,32 @@ def draw(env_ids: list[str], script: str, path: Path):
         label = f"{script}.py, {len(curves)} seeds, action repeat {repeat}"
         axis.plot([], [], color=BLUE, label=label)
         longest = max(curve.steps[-1] for curve in curves)
-        for other, variant, looks in BESIDE:
+        for label, (other, variant, looks) in BESIDE.items():
             beside = load(env_id, other, variant)
             for curve in beside:
                 within = curve.steps <= 1.05 * longest
                 axis.plot(curve.steps[within] / 1e6, smooth(curve.returns)[within], **looks)
             if beside:
-                label = f"{other}.py" + f" --{variant}" * (variant != "default")
-                label += f", {len(beside)} seed{'s' * (len(beside) > 1)}"
-                axis.plot([], [], label=label, **looks)
-        for name in (env_id, unversioned(env_id) + "-v2"):
-            points = original(name)
-            if len(points):
-                points = points[points[:, 0] <= 1.05 * longest]
-                label = f"original, {name}, action repeat 2"
-                axis.plot(points[:, 0] / 1e6, points[:, 1], "o--", color=ORANGE, label=label, ms=4)
-                break
+                seeds = f"{len(beside)} seed{'s' * (len(beside) > 1)}"
+                axis.plot([], [], label=f"{label}, {seeds}", **looks)
+        points, name, seeds = original(env_id)
+        points = points[points[:, 0] <= 1.05 * longest]
+        label = f"original, {name}, {seeds} seed{'s' * (seeds > 1)}, action repeat 2"
+        axis.plot(points[:, 0] / 1e6, points[:, 1], "o--", color=ORANGE, label=label, ms=4)
         axis.set(title=env_id, xlabel="environment steps (millions)", ylabel="training return")
         axis.set_xlim(left=0)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-        low = env_id != "Hopper-v4"
-        corner = "lower right" if low else "upper left"
-        axis.legend(edgecolor="none", framealpha=0.8, fontsize=8, loc=corner)
-    figure.tight_layout()
+        axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.17))
     figure.savefig(path, dpi=140)
     plt.close(figure)
+
+
+SETTINGS = {  # variants of ppo_cma.sh
+    "default": "",
+    "anneal-lr": " `--anneal-lr`",
+    "repeat2": " `--action-repeat 2`",
+}
 
 
 def report(script: str = "ppo_cma"):
@@ -261,18 +285,23 @@ def report(script: str = "ppo_cma"):
     lines[-1] += "| mean action, 20 episodes | commit |"
     lines += ["|---|---|---|---|---|---|---|"]
     for env_id in env_ids:
-        curves = load(env_id, script)
-        for c in curves:
-            played = c.info["evaluation"]
-            cells = [env_id, c.seed, f"{c.info['global_step']:,}", f"{smooth(c.returns)[-1]:.1f}"]
-            cells += [f"{c.returns.max():.1f}", f"{np.mean(played):.1f} +- {np.std(played):.1f}"]
-            lines.append(f"| {' | '.join(map(str, cells))} | {c.info['git_commit'][:7]} |")
-        most = max(c.steps[-1] for c in curves)
-        longest = [c for c in curves if c.steps[-1] > 0.95 * most]
-        last = np.mean([smooth(c.returns)[-1] for c in longest])
-        played = np.mean([c.info["evaluation"] for c in longest])
-        name = f"mean of {len(longest)}" + (" longest" if len(longest) < len(curves) else "")
-        lines.append(f"| {env_id} | {name} | | **{last:.1f}** | | **{played:.1f}** | |")
+        for variant, words in SETTINGS.items():
+            curves = load(env_id, script, variant)
+            name = env_id + words
+            for c in curves:
+                played, last = c.info["evaluation"], smooth(c.returns)[-1]
+                cells = [name, c.seed, f"{c.info['global_step']:,}", f"{last:.1f}"]
+                cells += [f"{c.returns.max():.1f}"]
+                cells += [f"{np.mean(played):.1f} +- {np.std(played):.1f}"]
+                lines.append(f"| {' | '.join(map(str, cells))} | {c.info['git_commit'][:7]} |")
+            if len(curves) < 2:
+                continue
+            most = max(c.steps[-1] for c in curves)
+            longest = [c for c in curves if c.steps[-1] > 0.9 * most]
+            last = np.mean([smooth(c.returns)[-1] for c in longest])
+            played = np.mean([c.info["evaluation"] for c in longest])
+            which = f"mean of {len(longest)}" + (" longest" if len(longest) < len(curves) else "")
+            lines.append(f"| {name} | {which} | | **{last:.1f}** | | **{played:.1f}** | |")
     lines.append(
         "\nTraining returns are with exploration noise. Hardware, versions and arguments of"
     )
@@ -397,7 +426,9 @@ def draw_episodes(curves: dict[str, list[Batches]]):
         last = max(curve.ends[-1] for curve in mine)
         points = [point for point in coady(env_id).items() if point[0] <= 1.05 * last]
         axis.plot(*np.array(points).reshape(-1, 2).T, "o--", color=ORANGE, ms=4)
-        axis.set(title=f"{env_id}, {len(mine)} seeds", xlabel="episodes")
+        whole = sum(len(value) == max(map(len, values)) for value in values)
+        to_the_end = f", {whole} to the end" * (whole < len(mine))
+        axis.set(title=f"{env_id}, {len(mine)} seeds{to_the_end}", xlabel="episodes")
         axis.set_xlim(left=0)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)

@@ -5,7 +5,7 @@
 
 Maximise r(a) = -|a|^2 over the box [-2, 2]^2 from N((-1, -1), 0.25^2), 64 actions an iteration,
 20 iterations: the problem of the PPO-CMA paper's first figure, by the `Agent` of ppo_cma.py.
-Writes didactic.csv, didactic.png, didactic.svg and didactic.gif.
+Writes didactic.csv, didactic.png and didactic.gif.
 """
 
 import csv
@@ -93,7 +93,7 @@ def draw_convergence(runs: dict[str, list[Result]], path: Path):
             axis.plot(iterations, np.median(values, axis=0), **style)
             low, high = np.min(values, axis=0), np.max(values, axis=0)
             axis.fill_between(iterations, low, high, color=COLORS[mode], alpha=0.15, linewidth=0)
-    axes[0].set(title="distance from the optimum, $-r$", yscale="log")
+    axes[0].set(title="mean squared distance from the optimum, $-r$", yscale="log")
     axes[1].set(title="standard deviation of the policy", yscale="log")
     axes[1].axhline(0.25, color="black", linewidth=0.8, linestyle=":")
     axes[1].annotate("start", (20, 0.25), ha="right", va="bottom", fontsize=8)
@@ -103,8 +103,7 @@ def draw_convergence(runs: dict[str, list[Result]], path: Path):
         axis.spines[["top", "right"]].set_visible(False)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
-    for suffix in (".png", ".svg"):
-        figure.savefig(path.with_suffix(suffix), dpi=150)
+    figure.savefig(path, dpi=150)
     plt.close(figure)
 
 

@@ -33,7 +33,7 @@ def bold(text: str) -> str:
 def clipped_results() -> str:
     header = ["environment, steps", "final policy", "training"]
     header += ["final policy at CleanRL's settings", "training there"]
-    header += ["best published, training", "best published, maximum over training"]
+    header += [f"elsewhere, {name}" for name, *_ in curves.ELSEWHERE]
     rows = []
     for script, env_ids in curves.CLIPPED.items():
         for env_id in env_ids:
@@ -48,8 +48,8 @@ def clipped_results() -> str:
                     name = f"{env_id}, {length}" + f" ({len(found)} seeds)" * (len(found) != 5)
                 elif found:
                     cells[2] += f" ({len(found)} seed{'s' * (len(found) > 1)})"
-            for metric in ("training", "max-over-training"):
-                cells.append(curves.published(env_id, metric).partition(" ")[0])
+            for _, metrics, several in curves.ELSEWHERE:
+                cells.append(curves.published(env_id, metrics, several).partition(" ")[0])
             rows.append([name, bold(cells[0]), *cells[1:]])
     return grid(header, rows)
 
@@ -116,27 +116,26 @@ def kl_results() -> str:
 
 def cma_results() -> str:
     """Means over the longest runs, and the range of single ones."""
-    car = "`--iter-steps 4000 --minibatch-size 2048 --action-repeat 4`"
-    rows = []
+    car, rows = "`--iter-steps 4000 --minibatch-size 2048 --action-repeat %d`", []
     for env_id, variant, setting in (
         ("Humanoid-v4", "default", "defaults"),
         ("Humanoid-v4", "anneal-lr", "`--anneal-lr`"),
         ("Hopper-v4", "default", "`--iter-steps 8000`"),
-        ("MountainCarContinuous-v0", "default", car),
+        ("MountainCarContinuous-v0", "repeat2", car % 2),
+        ("MountainCarContinuous-v0", "default", car % 4),
     ):
         found = curves.load(env_id, "ppo_cma", variant)
         most = max(curve.steps[-1] for curve in found)
-        found = [curve for curve in found if curve.steps[-1] > 0.95 * most]
+        found = [curve for curve in found if curve.steps[-1] > 0.9 * most]
         most = min(most, found[0].info["args"]["total_timesteps"])
         length = f"{most / 1e6:.1f}M" if most >= 1e6 else f"{most // 1000:.0f}k"
         cells = [f"{env_id}, {setting}", f"{len(found)} x {length}"]
-        points, name = curves.original(env_id), env_id
-        if not len(points):
-            name = curves.unversioned(env_id) + "-v2"
-            points = curves.original(name)
+        points, name, seeds = curves.original(env_id)
         nearest = points[np.abs(points[:, 0] - most).argmin()]
-        published = f"{number(nearest[1])} at {nearest[0] / 1e6:g}M"
-        published += f" ({name})" * (name != env_id)
+        published = f"{number(nearest[1])} at {nearest[0] / 1e6:g}M ("
+        published += f"{name}, " * (name != env_id) + f"{seeds} seed{'s' * (seeds > 1)})"
+        if variant == "default" and "--action-repeat" in setting:
+            published = ""  # which repeats an action twice
         training = [curves.smooth(curve.returns)[-1] for curve in found]
         for scores in (training, [curves.final_policy(curve) for curve in found]):
             ends = f" ({number(min(scores))} to {number(max(scores))})" * (len(scores) > 1)
