@@ -63,9 +63,10 @@ def compare(
 
     "improved" or "worse" if the 95 % interval of P(B > A), the probability that a run of B scores
     above one of A, excludes 1/2 and a permutation test has p < 0.05; else "no evidence". Exit code
-    1 if something is worse or if a run of B is not finished, 2 if nothing is in common: an
-    environment takes part if both have two finished seeds of one length of training. Each
-    algorithm is tested by itself: of many that have not changed, one in twenty seems to have.
+    1 if something is worse, if a run of B is not finished or if B lacks what A has, 2 if nothing
+    is in common: an environment takes part if both have two finished seeds of one length of
+    training. Each algorithm is tested by itself: of many that have not changed, one in twenty
+    seems to have.
 
     Args:
         a: folder of the old runs.
@@ -81,7 +82,10 @@ def compare(
     for side, folder, there in zip((0, 1), (a, b or a), names, strict=True):
         if algorithm and algorithm[side] not in there:
             refuse(f"{folder}: no run of {algorithm[side]}; there are {', '.join(there)}")
-    verdicts, lacking = [], []
+    verdicts, lacking, gone = [], [], []
+    for name in () if algorithm else names[0]:
+        if name not in names[1]:
+            gone.append(f"{name}: no run")
     for x, y in pairs:
         old, new = (
             {
@@ -99,6 +103,9 @@ def compare(
         if apart:
             places = ", ".join(apart)
             print(f"{x}: left out for want of two finished seeds of one length: {places}\n")
+        if not algorithm:
+            for env_id in sorted(old.keys() - new.keys()):
+                gone.append(f"{env_id} {x}: two finished seeds of one length")
         lacking += [
             f"{run.env_id} seed {run.seed}: {run.status} {run.reason}".rstrip()
             for member in news
@@ -111,7 +118,7 @@ def compare(
             "no environment on which both have two finished seeds of one algorithm; "
             f"A has {', '.join(names[0])}; B has {', '.join(names[1])}"
         )
-    for line in lacking:
+    for line in gone + lacking:
         print(f"B lacks {line}", file=sys.stderr)
-    if lacking or "worse" in verdicts:
+    if gone or lacking or "worse" in verdicts:
         raise SystemExit(1)

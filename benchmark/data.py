@@ -85,7 +85,7 @@ def make_run(info: dict, text: str, job: dict, where: Path) -> Run:
         table = read_table(text)
     except ValueError as error:
         raise SystemExit(f"{where}: not a table of episodes: {error}") from None
-    args = info.get("args", {})
+    args = info.get("args") or {}
     status = info.get("status", "missing")
     reason = job.get("reason", "")
     if reason:
@@ -94,7 +94,7 @@ def make_run(info: dict, text: str, job: dict, where: Path) -> Run:
         env_id=job.get("env_id") or args.get("env_id") or "unknown",
         script=job.get("script") or Path(info.get("script", "unknown")).stem,
         variant=job.get("variant") or info.get("variant") or "default",
-        seed=int(job.get("seed", info.get("seed", args.get("seed", 0)))),
+        seed=int(job.get("seed", info.get("seed", args.get("seed"))) or 0),
         status=status,
         reason=reason,
         info=info,
@@ -135,32 +135,38 @@ def find(folders: Iterable[Path]) -> list[Run]:
     Exits with a line if a folder does not exist or if two runs claim the same place.
     """
 
-    def search(folder: Path) -> Iterator[Run]:
+    def search(folder: Path) -> Iterator[tuple[Path, Run]]:
         if not folder.is_dir():
             raise SystemExit(f"{folder}: no such folder")
         if (folder / "job.json").exists():
-            yield read_job(folder)
+            yield folder, read_job(folder)
         elif (folder / "run.json").exists():
-            yield read_folder(folder, {})
+            yield folder, read_folder(folder, {})
         else:
             for path in sorted(folder.iterdir()):
                 if path.is_dir():
                     yield from search(path)
                 elif path.suffix == ".json" and path.with_suffix(".csv.gz").exists():
-                    yield read_committed(path)
+                    yield path, read_committed(path)
 
     runs, places = [], {}
     for folder in folders:
-        for run in search(Path(folder)):
+        for place, run in search(Path(folder)):
             key = (run.env_id, run.algorithm, run.seed)
             if key in places:
                 raise SystemExit(
-                    f"{folder}: a second run of {run.algorithm} on {run.env_id} with seed "
+                    f"{place}: a second run of {run.algorithm} on {run.env_id} with seed "
                     f"{run.seed}, the first is in {places[key]}; report them apart"
                 )
-            places[key] = folder
+            places[key] = place
             runs.append(run)
     return sorted(runs, key=lambda run: (run.env_id, run.algorithm, run.seed))
+
+
+def committed(job: dict, results: Path) -> Path:
+    """Where a job's run.json goes in `results`; the table goes beside it."""
+    stem = f"{job['variant']}-s{job['seed']}"
+    return results / slug(job["env_id"]) / job["script"] / f"{stem}.json"
 
 
 def commit(run_folder: Path, job: dict, evaluation: list[float], results: Path) -> Path:
@@ -177,11 +183,10 @@ def commit(run_folder: Path, job: dict, evaluation: list[float], results: Path) 
         info["global_step"] = int(table[-1, 0])
     command = job["command"].replace(str(run_folder), "RUN")
     info |= {"command": command, "evaluation": evaluation}
-    stem = f"{job['variant']}-s{job['seed']}"
-    folder = results / slug(job["env_id"]) / job["script"]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{stem}.csv.gz").write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
-    path = folder / f"{stem}.json"
+    path = committed(job, results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    compressed = gzip.compress(text.getvalue().encode(), mtime=0)
+    path.with_suffix(".csv.gz").write_bytes(compressed)
     path.write_text(json.dumps(info, indent=2) + "\n")
     return path
 

@@ -80,18 +80,19 @@ class Group:
 
 def budget(run: data.Run) -> str:
     """How long a run was to train, in words; empty if it does not say."""
-    args = run.info.get("args", {})
+    args = run.info.get("args") or {}
     for unit, amount in (
         ("episodes", args.get("num_episodes")),
         ("steps", args.get("total_timesteps")),
     ):
         if amount:
-            return f"{amount:,} {unit}"
+            return f"{int(amount):,} {unit}"
     return ""
 
 
 def group(runs: Iterable[data.Run]) -> list[Group]:
-    """Runs of different budgets are never in one group; a run not begun joins the largest."""
+    """Runs of different budgets are never in one group; one that says none joins the largest, but
+    not if it is finished."""
     by_place = defaultdict(list)
     for run in runs:
         by_place[run.env_id, run.algorithm].append(run)
@@ -99,9 +100,11 @@ def group(runs: Iterable[data.Run]) -> list[Group]:
     for (env_id, algorithm), members in by_place.items():
         budgets = Counter(filter(None, map(budget, members)))
         usual = budgets.most_common(1)[0][0] if budgets else ""
-        for name in budgets or [usual]:
-            own = [run for run in members if (budget(run) or usual) == name]
-            groups.append(Group(env_id, algorithm, name, len(budgets) > 1, own))
+        by_length = defaultdict(list)
+        for run in members:
+            by_length[budget(run) or usual * (run.status != "finished")].append(run)
+        for name, own in by_length.items():
+            groups.append(Group(env_id, algorithm, name, len(by_length) > 1, own))
     return groups
 
 
@@ -187,7 +190,10 @@ def problems(runs: Iterable[data.Run], metric: str) -> list[list]:
         if run.status == "finished":
             if np.isfinite(run.score(metric, GAMES)):
                 continue
+            values = run.evaluation if metric == "evaluation" else run.returns
             reason = "no training episode" if metric == "training" else "not evaluated"
+            if len(values):
+                reason = "a return that is not finite"
         elif not reason and run.status == "running":
             reason = "cut off or still at it"
         elif not reason and run.status == "missing":
@@ -566,7 +572,7 @@ def write_csv(path: Path, rows: list[dict]):
 
 def run_row(run: data.Run) -> dict:
     hardware = run.info.get("hardware", {})
-    seconds = run.info.get("wall_seconds", run.seconds[-1] if len(run.seconds) else np.nan)
+    seconds = run.info.get("wall_seconds") or (run.seconds[-1] if len(run.seconds) else np.nan)
     return {
         "env_id": run.env_id,
         "algorithm": run.algorithm,
@@ -670,22 +676,21 @@ def report(
         draw_curves(groups, by, output, f"curves_{by}")
         blocks.append(("figure", f"curves_{by}", caption))
     blocks.append(("section", f"Over environments: {metric}"))
+    mixed = sorted({f"{m.algorithm} on {m.env_id}" for m in groups if m.mixed})
+    left_out = f" Left out, for runs of different lengths: {', '.join(mixed)}." * bool(mixed)
     if comparisons:
         text = "Scores are normalised: 0 and 1 are the ends of the scales below."
         if len({member.algorithm for member in groups}) > len(comparisons[0][0]):
             text += " No environment has finished runs of all algorithms, so each pair is compared."
-        mixed = sorted({f"{m.algorithm} on {m.env_id}" for m in groups if m.mixed})
-        if mixed:
-            text += f" Left out, for runs of different lengths: {', '.join(mixed)}."
+        text += left_out
         blocks.append(("text", text))
         blocks += across(comparisons, metric, scales)
         draw_profiles(comparisons, metric, scales, looks, output)
         caption = "Performance profiles, with pointwise 95 % intervals."
         blocks.append(("figure", "profiles", caption))
     else:
-        blocks.append(
-            ("text", "Nothing to compare: no environment has finished runs of two algorithms.")
-        )
+        text = "Nothing to compare: no environment has finished runs of two algorithms."
+        blocks.append(("text", text + left_out))
     blocks.append(("section", "Steps and time to a score"))
     text = f"When the mean of the last {GAMES} training episodes, of at least 20, first reached a "
     text += "goal on the normalised scale. A seed that never did counts as later than all others; "
@@ -716,9 +721,9 @@ def report(
             "text",
             "IQM: interquartile mean, the mean without the lowest and highest quarter of runs, "
             "rounded down to whole runs (Agarwal et al., 2021). Over environments it pools all "
-            "runs, so that an environment with more seeds weighs more; mean, median and optimality "
-            "gap (to 1) weigh environments the same. P(X > Y): the probability that a run of X "
-            "scores above one of Y, ties counted half, mean over environments. Intervals: "
+            "runs; environments weigh the same in it, as in mean, median and optimality gap (to "
+            "1). P(X > Y): the probability that a run of X scores above one of Y, ties counted "
+            "half, mean over environments. Intervals: "
             "percentile bootstrap over seeds, stratified by environment; of normal scores, a 95 % "
             "interval of the IQM covers the truth in (seeds x environments) "
             f"{measured}. A single seed has no interval; one from 1 to 1 says that all runs of X "

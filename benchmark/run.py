@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -94,8 +94,13 @@ class Work:
 
     folder: Path
     results: Path | None
+    variables: dict[str, str | None] = field(default_factory=dict)  # of its programs; None: unset
+    process: subprocess.Popen | None = None
+    stopped: bool = False  # by SIGTERM
 
     def __call__(self):
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGTERM, lambda *_: self.stop())
         path = self.folder / "job.json"
         with open(self.folder / "lock", "a") as self.lock:
             fcntl.flock(self.lock, fcntl.LOCK_EX)
@@ -103,23 +108,36 @@ class Work:
             if job["done"]:
                 return
             write_json(path, job | {"reason": ""})
-            reason = self.train(job)
-            if reason is None:
-                reason = self.finish(job)
+            try:
+                reason = self.train(job)
+                if reason is None:
+                    reason = self.finish(job)
+            except (Exception, SystemExit) as error:  # the disk, the command, the run's table
+                kind = "" if isinstance(error, SystemExit) else f"{type(error).__name__}: "
+                reason = f"{kind}{error}"
             write_json(path, job | {"done": reason is None, "reason": reason or ""})
+
+    def stop(self):
+        """Ask the program to end, once."""
+        if self.process and not self.stopped:
+            self.process.terminate()
+        self.stopped = True
 
     def start(self, words: list[str]) -> int:
         """Run a command to its end; its exit code. SIGTERM is handed on to it."""
+        if self.stopped:
+            return -signal.SIGTERM
+        variables = {"OMP_NUM_THREADS": "1"} | os.environ | self.variables
         with open(self.folder / "log.txt", "a") as log:
             log.write(f"$ {shlex.join(words)}\n")
             log.flush()
             self.process = subprocess.Popen(
                 executable(words), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env={"OMP_NUM_THREADS": "1"} | os.environ, start_new_session=True,
-                pass_fds=[self.lock.fileno()],
+                env={name: value for name, value in variables.items() if value is not None},
+                start_new_session=True, pass_fds=[self.lock.fileno()],
             )  # fmt: skip
-            with contextlib.suppress(ValueError):  # not in the main thread
-                signal.signal(signal.SIGTERM, lambda *_: self.process.terminate())
+            if self.stopped:  # meanwhile
+                self.process.terminate()
             return self.process.wait()
 
     def train(self, job: dict) -> str | None:
@@ -132,18 +150,19 @@ class Work:
         else:
             words = [*words[: script_at(words) + 1], "--resume", str(run)]
         code = self.start(words)
-        if code == 0 and (
-            job["foreign"] or data.read_json(run / "run.json").get("status") == "finished"
-        ):
+        if code == 0 and data.read_json(run / "run.json").get("status") == "finished":
             return None
-        if code in STOPPED:
+        if code in STOPPED or self.stopped:
             return ""
+        if code == 0:
+            return f"exit code 0, but {run / 'run.json'} does not say that it is finished"
         said = tail(self.folder / "log.txt", 1)
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return f"{how}: {said[0].strip()}" if said else how
 
     def finish(self, job: dict) -> str | None:
         """Play and write the table; why this did not end well, None if it did."""
+        data.read_folder(self.folder / "run", job)  # which must be possible
         words, returns = shlex.split(job["command"]), []
         if job["eval_episodes"]:
             script = words[script_at(words)]
@@ -168,7 +187,7 @@ class Work:
 
         self.process.terminate()
         os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-        return DelayedSubmission(Work(self.folder, self.results))
+        return DelayedSubmission(Work(self.folder, self.results, self.variables))
 
 
 # --- all jobs -------------------------------------------------------------------------------------
@@ -182,7 +201,7 @@ class Job:
     folder: Path
     handle: object = None  # submitit's, of a job on this machine
     slurm_id: str = ""
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[str, ...] = ()
     tries: int = 0  # by this command
     seen: tuple[float, int] | None = None  # when it was first seen running, and its step then
 
@@ -196,19 +215,20 @@ class Job:
         return int(head) if head.isdigit() else 0
 
     def total(self) -> int:
-        args = data.read_json(self.folder / "run" / "run.json").get("args", {})
-        return int(args.get("total_timesteps") or 0)
+        args = data.read_json(self.folder / "run" / "run.json").get("args") or {}
+        return 0 if args.get("num_episodes") else int(args.get("total_timesteps") or 0)
 
 
 class Local:
     """Processes on this machine, `workers` at once, each with its share of the GPUs."""
 
-    def __init__(self, folder: Path, workers: int, gpus: list[int], gpus_per_job: int):
+    def __init__(self, folder: Path, workers: int, gpus: list[str], gpus_per_job: int):
         from submitit import LocalExecutor
 
         if gpus_per_job > len(gpus) and gpus:
-            fail(f"--gpus-per-job {gpus_per_job}: there are {len(gpus)}, {gpus}")
+            fail(f"--gpus-per-job {gpus_per_job}: there are {len(gpus)}, {', '.join(gpus)}")
         self.executor = LocalExecutor(folder / "submitit")
+        self.executor.update_parameters(timeout_min=10**6)
         self.workers, self.all_gpus, self.gpus_per_job = workers, gpus, gpus_per_job
 
     def submit(self, waiting: list[Job], active: list[Job], results: Path | None) -> list[Job]:
@@ -218,12 +238,12 @@ class Local:
             taken = [gpu for other in [*active, *started] for gpu in other.gpus]
             free = sorted(self.all_gpus, key=taken.count)  # the least used first
             job.gpus = tuple(free[: self.gpus_per_job])
-            self.executor.update_parameters(
-                gpus_per_node=len(job.gpus), visible_gpus=job.gpus, timeout_min=10**6
-            )
+            # submitit hides all GPUs that it is not told of, and knows them by number only
+            shown = ",".join(job.gpus) or os.environ.get("CUDA_VISIBLE_DEVICES")
             # Ctrl-C is for this process, which then asks the jobs to stop
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-            job.handle = self.executor.submit(Work(job.folder, results))
+            work = Work(job.folder, results, {"CUDA_VISIBLE_DEVICES": shown})
+            job.handle = self.executor.submit(work)
             signal.signal(signal.SIGINT, before)
             started.append(job)
         return started
@@ -234,10 +254,13 @@ class Local:
         ]
 
     def stop(self, active: list[Job]) -> str:
-        for job in active:
-            if job.handle:
-                job.handle._process.terminate()
-        while any(locked(job.folder) for job in active):
+        def lives(job: Job) -> bool:
+            return locked(job.folder) or bool(job.handle and job.handle._process.poll() is None)
+
+        while living := [job for job in active if lives(job)]:
+            for job in living:
+                if job.handle:  # once is not enough: one that has just begun may miss it
+                    job.handle._process.terminate()
             time.sleep(0.2)
         return "stopped; the same command goes on"
 
@@ -266,6 +289,8 @@ class Slurm:
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode == 0:
                 self.asked, self.queue = time.time(), set(done.stdout.split())
+            elif not self.asked:  # what an earlier command has submitted must be known
+                fail(f"squeue: {done.stderr.strip()}")
         return self.queue
 
     def submit(self, waiting: list[Job], active: list[Job], results: Path | None) -> list[Job]:
@@ -304,48 +329,66 @@ def plan(
         fail(f"--command {command!r}: {error}")
     script = Path(words[script_at(words)])
     foreign = any(place in command for place in PLACES)
+    lacking = [
+        place
+        for place in PLACES
+        if foreign and place not in command and (place != "{env_id}" or len(env_ids) > 1)
+    ]
     given = {"--env-id", "--seed", "--run-dir"} & {word.partition("=")[0] for word in words}
     if not script.is_file():
         fail(f"--command {command!r}: {script} does not exist")
+    if not env_ids:
+        fail("--env-ids: none is given")
+    if lacking:
+        fail(f"--command {command!r}: {lacking[0]} is missing, so that all jobs would be the same")
+    if shutil.which(executable(words)[0]) is None:
+        fail(f"--command {command!r}: there is no program {words[0]}")
     if given and not foreign:
         fail(f"--command {command!r}: {given.pop()} is given to each job by this program")
     if not re.fullmatch(r"[\w.+-]+", variant):
         fail(f"--variant {variant!r}: must be a word; it names files")
     jobs = []
-    for env_id in env_ids:
+    for env_id in dict.fromkeys(env_ids):
         for seed in seeds:
             name = f"{data.slug(env_id)}/{script.stem}/{variant}-s{seed}"
             folder = runs_dir / name
             if foreign:
-                values = {"env_id": env_id, "seed": seed, "run_dir": str(folder / "run")}
-                one = command.format(**values)
+                flags, own = [], words
+                for place, value in zip(PLACES, (env_id, seed, folder / "run"), strict=True):
+                    own = [word.replace(place, str(value)) for word in own]
             else:
                 flags = ["--env-id", env_id, "--seed", str(seed), "--run-dir", str(folder / "run")]
-                one = shlex.join([*words, *flags])
+                own = words
+            one, played = shlex.join([*own, *flags]), 0 if foreign else eval_episodes
             made = data.read_json(folder / "job.json")
-            if made and made["command"] != one:
+            place = rf"\S*{re.escape(name)}/run"  # which may have moved
+            if made and re.sub(place, "", made["command"]) != re.sub(place, "", one):
                 fail(
                     f"{folder} was made by {made['command']!r}; give another --variant or "
                     "--runs-dir, or delete it"
                 )
             if not made:
                 folder.mkdir(parents=True, exist_ok=True)
-                content = {"env_id": env_id, "script": script.stem, "variant": variant}
-                content |= {"seed": seed, "command": one, "foreign": foreign}
-                content |= {"eval_episodes": 0 if foreign else eval_episodes}
-                write_json(folder / "job.json", content | {"done": False, "reason": ""})
+                made = {"env_id": env_id, "script": script.stem, "variant": variant}
+                made |= {"seed": seed, "foreign": foreign, "done": False, "reason": ""}
+            changes = {"command": one, "eval_episodes": played}
+            if made.get("eval_episodes") != played:
+                changes |= {"done": False, "reason": ""}
+            if made | changes != made:
+                write_json(folder / "job.json", made | changes)
             jobs.append(Job(name, folder))
     return jobs
 
 
-def gpus_here() -> list[int]:
-    """Numbers of the GPUs this process may use."""
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return [int(gpu) for gpu in visible.split(",") if gpu.isdigit()]
+def gpus_here() -> list[str]:
+    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them; none if not known."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
     with contextlib.suppress(OSError):
         command = ["nvidia-smi", "--list-gpus"]
         found = subprocess.run(command, capture_output=True, text=True).stdout
-        return list(range(len(found.splitlines())))
+        return [str(number) for number in range(len(found.splitlines()))]
     return []
 
 
@@ -392,11 +435,12 @@ class Board:
             cells = [job.name, f"{step:,}" + (f" / {total:,}" if total else "")]
             ends = duration((total - step) / rate) if total and rate else ""
             table.add_row(*cells, f"{rate:,.0f}" if rate else "", ends)
-            rates, left, longest = rates + rate, left + total - step, max(longest, total)
+            rates, longest = rates + rate, max(longest, total)
+            left += max(0, total - step)
         done = len(self.jobs) - len(active) - len(waiting) - len(failed)
         line = f"{len(active)} running or queued, {len(waiting)} waiting, {done} done"
         line += f", {len(failed)} failed"
-        if rates:  # those that wait are as long as the longest that runs
+        if rates and longest:  # those that wait are as long as the longest that runs
             line += f"; about {duration((left + len(waiting) * longest) / rates)} left"
         self.live.update(Group(table, line))
 
@@ -410,7 +454,7 @@ def settle(job: Job, retries: int, waiting: list[Job], failed: list[Job], board:
         scores = {name: last.score(name) for name in ("training", "evaluation")}
         told = ", ".join(f"{name} {x:,.1f}" for name, x in scores.items() if x == x)
         board.say(f"{job.name}: done; {told or 'no scores'}")
-    elif job.tries > retries or reason.startswith("exit code 2"):  # which means wrong arguments
+    elif job.tries > retries or re.match(r"exit code 2\b", reason):  # which means wrong arguments
         write_json(job.folder / "job.json", ended | {"reason": reason})
         board.say(f"{job.name}: failed; {reason}")
         failed.append(job)
@@ -490,6 +534,11 @@ def run(
         place = Slurm(runs_dir, workers, options)
 
     waiting = [job for job in jobs if not job.read()["done"]]
+    for job in jobs if results else ():
+        made = job.read()
+        if made["done"] and not data.committed(made, results).exists():
+            returns = data.read_json(job.folder / "evaluation.json").get("returns", [])
+            data.commit(job.folder / "run", made, returns, results)
     active, failed = [], []
     with Board(jobs) as board:
         board.say(f"{len(jobs)} jobs in {runs_dir}, {len(jobs) - len(waiting)} done before")

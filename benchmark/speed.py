@@ -193,14 +193,13 @@ class Bench:
                 how = "does not compile" if eager else f"ended with code {process.returncode}"
                 print(f"benchmark speed: {program.name} {how}:", *end, sep="\n", file=sys.stderr)
                 raise SystemExit(1)
-            done = [
-                data.read_json(file).get("global_step") for file in Path(folder).rglob("run.json")
-            ]
+            told = [data.read_json(file) for file in Path(folder).rglob("run.json")]
+            done = [run["global_step"] for run in told if run.get("global_step") is not None]
         # Without /proc that of its largest process, which where forks are cheap counts ours, too
         alone = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         memory = (peak[0] or alone) / 1e6
         cpu = usage.ru_utime + usage.ru_stime
-        return Cost(steps if not done else max(x or 0 for x in done), cpu, wall, memory)
+        return Cost(max(done, default=steps), cpu, wall, memory)
 
     def start_cold(self, program: Program, warmup: int) -> tuple[Cost, int]:
         """A first run, with an empty cache, of the least number of steps not below `warmup` that is

@@ -23,12 +23,21 @@ COVERAGE = {(3, 1): 0.76, (5, 1): 0.91, (10, 1): 0.94, (10, 8): 0.94}
 def iqm(*scores: np.ndarray, axis: int = -1):
     """Interquartile mean of all runs, pooled: the mean without the lowest and highest quarter.
 
-    A quarter is rounded down to whole runs (scipy's trim_mean): 3 runs lose none, 5 lose two. An
-    environment with more seeds weighs more.
+    A quarter is rounded down to whole runs (scipy's trim_mean): 3 runs lose none, 5 lose two. If
+    numbers of seeds differ, all environments still weigh the same: of the weights, the lowest and
+    the highest quarter are left out, to a part of a run.
     """
     from scipy.stats import trim_mean
 
-    return trim_mean(np.concatenate(scores, axis=axis), 0.25, axis=axis)
+    pooled, seeds = np.concatenate(scores, axis=axis), [x.shape[axis] for x in scores]
+    if len(set(seeds)) == 1:
+        return trim_mean(pooled, 0.25, axis=axis)
+    pooled = np.moveaxis(pooled, axis, -1)
+    order = np.argsort(pooled, axis=-1)
+    weights = np.repeat(1 / np.array(seeds), seeds)[order] / len(seeds)
+    above = np.cumsum(weights, axis=-1)
+    kept = np.minimum(above, 0.75) - np.maximum(above - weights, 0.25)
+    return 2 * (np.take_along_axis(pooled, order, axis=-1) * np.maximum(kept, 0)).sum(axis=-1)
 
 
 def mean(*scores: np.ndarray, axis: int = -1):
@@ -127,11 +136,13 @@ def censored_median(values: np.ndarray) -> float | None:
 
 
 def running_mean(returns: np.ndarray, games: int = 100) -> np.ndarray:
-    """Mean of each return [episodes] and those before it, of at most `games`."""
-    sums = np.concatenate([[0.0], np.cumsum(returns)])
-    ends = np.arange(1, len(returns) + 1)
-    starts = np.maximum(0, ends - games)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+    """Mean of each return [episodes] and those before it, of at most `games`; nan where one of
+    them is not finite."""
+    if not len(returns):
+        return np.empty(0)
+    finite = np.where(np.isfinite(returns), returns, np.nan)
+    sums = np.convolve(finite, np.ones(games))[: len(returns)]
+    return sums / np.minimum(np.arange(1, len(returns) + 1), games)
 
 
 def first_reach(

@@ -33,9 +33,19 @@ def test_iqm_sorts_and_trims_whole_runs(runs):
     x = np.random.default_rng(runs).normal(size=runs)
     kept = sorted(x)[runs // 4 : runs - runs // 4]
     assert stats.iqm(x) == pytest.approx(sum(kept) / len(kept), **EXACT)
-    split = runs // 3
-    if split:
-        assert stats.iqm(x[:split], x[split:]) == pytest.approx(sum(kept) / len(kept), **EXACT)
+    if runs % 3 == 0:
+        assert stats.iqm(*x.reshape(3, -1)) == pytest.approx(sum(kept) / len(kept), **EXACT)
+
+
+def test_iqm_weighs_environments_the_same():
+    scores = ragged()  # of 3, 5 and 10 seeds
+    copies = sorted(np.concatenate([np.repeat(x, 120 // len(x)) for x in scores]))
+    assert stats.iqm(*scores) == pytest.approx(np.mean(copies[90:270]), **EXACT)
+    stacked = [np.stack([x, x[::-1] + 1]) for x in scores]
+    wanted = [stats.iqm(*scores), stats.iqm(*scores) + 1]
+    assert stats.iqm(*stacked) == pytest.approx(wanted, **EXACT)
+    easy, hard = np.full(5, 0.8), np.full(2, 0.2)  # the seeds that fail make no difference
+    assert stats.iqm(easy, hard) == pytest.approx(stats.iqm(easy[:2], np.full(5, 0.2)), **EXACT)
 
 
 def test_statistics_by_loops():
@@ -184,6 +194,11 @@ def test_seeds_that_never_got_there():
     assert stats.first_reach(steps, returns, 1.1) == never
     assert stats.first_reach(steps, returns, 0.0) == 200  # of at least 20 episodes
     assert stats.first_reach(steps[:9], returns[:9], 0.0) == never
+    spoilt = returns.copy()
+    spoilt[[20, 30]] = np.nan, np.inf
+    means = stats.running_mean(spoilt)
+    assert np.isnan(means[20:130]).all() and np.isfinite(means[[19, 130, 199]]).all()
+    assert stats.first_reach(steps, spoilt, 0.5) == 1500
 
 
 def test_learning_curves_are_of_all_seeds_at_each_point():
@@ -445,7 +460,10 @@ def test_compare_ends(tmp_path, capsys):
     # a new version that breaks is not good
     write_run(better, "A-v0", "ppo", 5, 1, status="failed")
     code, error = ends(capsys, compare, old, better)
-    assert (code, error) == (1, "B lacks A-v0 seed 5: failed\n")
+    lost = "B lacks C-v0 ppo: two finished seeds of one length\n"
+    assert (code, error) == (1, f"{lost}B lacks A-v0 seed 5: failed\n")
+    code, error = ends(capsys, compare, better, same)
+    assert (code, error) == (1, "B lacks slow: no run\n")
     write_run(tmp_path / "single", "A-v0", "ppo", 0, 1)
     write_run(tmp_path / "foreign", "A-v0", "dqn", 0, 1)
     for args, kwargs, words in [

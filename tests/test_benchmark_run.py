@@ -13,7 +13,7 @@ import pytest
 from program import ROOT, rows
 
 from benchmark import data
-from benchmark.run import Job, Local, gpus_here, locked, plan, tail
+from benchmark.run import Job, Local, Work, gpus_here, locked, plan, tail
 
 # As our scripts are, from outside: a step a tick, a checkpoint after each, SIGTERM stops it.
 TOY = """
@@ -219,6 +219,10 @@ def test_wrong_arguments_are_not_tried_again(toy):
     assert done.returncode == 1
     assert "failed: exit code 2: no such game" in done.stdout
     assert (Path("runs/A-v0/picky/default-s1/log.txt").read_text()).count("no such game") == 1
+    Path("picky.py").write_text("print('no such game'); raise SystemExit(255)")
+    done = bench("python picky.py", num_seeds=1, start_seed=2)
+    assert "failed: exit code 255: no such game" in done.stdout
+    assert (Path("runs/A-v0/picky/default-s2/log.txt").read_text()).count("no such game") == 3
 
 
 def test_dry_run(toy):
@@ -242,6 +246,46 @@ def test_program_that_is_not_ours(toy):
     done = bench("python other.py {env_id} {seed} {run_dir}", num_seeds=1)
     assert done.returncode == 0
     assert "A-v0/other/default-s1: done; training 7.0" in done.stdout
+
+
+def test_only_what_says_finished_and_can_be_read_is_done(toy):
+    Path("half.py").write_text(
+        "import json, os, sys\nseed, out = sys.argv[1:]\nos.makedirs(out)\n"
+        "head = 'global_step,seconds,return,length' if seed != '2' else 'step,score'\n"
+        "open(f'{out}/episodes.csv', 'w').write(f'{head}\\n9,1,7,9\\n')\n"
+        "info = {'status': 'running' if seed == '1' else 'finished'}\n"
+        "json.dump(info, open(f'{out}/run.json', 'w'))\n"
+    )
+    done = bench("python half.py {seed} {run_dir}", num_seeds=3, workers=2, retries=0)
+    assert done.returncode == 1
+    assert "1 of 3 jobs done, 2 failed" in done.stdout
+    assert "s1/run/run.json does not say that it is finished" in done.stdout
+    assert "s2/run: not a table of episodes: the columns are step,score" in done.stdout
+    done = bench("python half.py 1 {run_dir}", num_seeds=3)
+    assert done.returncode == 2 and "{seed} is missing" in done.stderr
+
+
+def test_more_is_asked_of_finished_runs(toy):
+    """A table in results, more evaluation, another place: nothing is trained again."""
+    assert bench().returncode == 0
+    assert bench(results="kept").returncode == 0
+    table = Path("kept/A-v0/toy/default-s2.json")
+    assert json.loads(table.read_text())["evaluation"] == [k + 0.5 for k in range(20)]
+    assert bench(results="kept", eval_episodes=3).returncode == 0
+    assert json.loads(table.read_text())["evaluation"] == [0.5, 1.5, 2.5]
+    Path("runs").rename("moved")
+    assert bench(eval_episodes=3, runs_dir=Path("moved").absolute()).returncode == 0
+    assert len(lines("starts.txt")) == len(lines("ends.txt")) == 2
+
+
+def test_stopped_before_it_began(toy):
+    """A job whose process gets SIGTERM before its program runs starts none and isn't done."""
+    (job,) = plan(["A-v0"], "python toy.py --total-timesteps 3", range(1, 2), Path("runs"), "x", 0)
+    work = Work(job.folder, None)
+    work.stop()
+    work()
+    assert (job.read()["done"], job.read()["reason"]) == (False, "")
+    assert not Path("starts.txt").exists()
 
 
 WRONG = {
@@ -278,20 +322,30 @@ def test_one_folder_is_of_one_command(toy):
 def test_gpus_are_dealt_out(toy, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    assert gpus_here() == [4, 6]
+    assert gpus_here() == ["4", "6"]
     command = "python toy.py --total-timesteps 3 --tick 0.3"
     jobs = plan(["A-v0"], command, range(1, 4), Path("runs"), "default", 0)
     place = Local(Path("runs"), 3, gpus_here(), 1)
     started = place.submit(jobs, [], None)
-    assert [job.gpus for job in started] == [(4,), (6,), (4,)]
+    assert [job.gpus for job in started] == [("4",), ("6",), ("4",)]
     wait_for(lambda: len(place.ended(started)) == 3)
     assert sorted(row[-1] for row in lines("starts.txt")) == ["4", "4", "6"]
     both = Local(Path("runs"), 1, gpus_here(), 2)
     more = plan(["B-v0"], command, range(1, 2), Path("runs"), "default", 0)
-    assert [job.gpus for job in both.submit(more, [], None)] == [(4, 6)]
+    assert [job.gpus for job in both.submit(more, [], None)] == [("4", "6")]
     wait_for(lambda: both.ended(more) == more)
     with pytest.raises(SystemExit):
         Local(Path("runs"), 1, gpus_here(), 3)
+    shown = []
+    for first, visible in ((0, "GPU-5e1,MIG-77"), (2, "")):  # by name; all hidden by the user
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        last = plan(["C-v0"], command, range(first, first + 2), Path("runs"), "default", 0)
+        Local(Path("runs"), 2, gpus_here(), 1).submit(last, [], None)
+        shown += last
+    wait_for(lambda: all(job.read()["done"] for job in shown))
+    starts = [line for line in lines("starts.txt") if line[0] == "C-v0"]
+    assert sorted(row[-1] for row in starts if len(row) > 4) == ["GPU-5e1", "MIG-77"]
+    assert len([row for row in starts if len(row) == 4]) == 2  # set, and empty
 
 
 def test_two_harnesses_share_the_work(toy):
