@@ -49,6 +49,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -353,14 +354,16 @@ class Episodes(gym.Wrapper):
         return self.episode, self.actions
 
     def replay(self, progress: list):
-        """Bring the environment to where `progress[index]` was taken."""
+        """Bring the environment to where `progress[index]` was taken; the observation there, None
+        if no episode had started."""
         episode, actions = progress[self.key[1]]
-        if episode < 0:  # not started yet
-            return
+        if episode < 0:
+            return None
         self.episode = episode - 1
-        self.reset()
+        obs, _ = self.reset()
         for action in actions:
-            self.step(action)
+            obs, *_ = self.step(action)
+        return obs
 
 
 def make_env(env_id, idx, capture_video, run_name, seed=1, video_folder=None):
@@ -501,7 +504,12 @@ class Envs:
         if "progress" not in state:
             print("EnvPool's environments can't be restored: resuming with new episodes")
             return
-        self.vector.call("replay", [(k, actions.numpy()) for k, actions in state["progress"]])
+        progress = [(k, actions.numpy()) for k, actions in state["progress"]]
+        replayed = zip(self.vector.call("replay", progress), state["obs"].numpy(), strict=True)
+        if any(o is not None and (np.float32(o) != then).any() for o, then in replayed):
+            print("an episode played again went elsewhere: resuming with new episodes")
+            self.obs = self.vector.reset()[0].astype(np.float32)
+            return
         for name in self.STANDING:
             setattr(self, name, state[name].numpy())
 
@@ -843,7 +851,9 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args) -> dic
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
         minibatches = order.tensor_split(min(args.num_minibatches, len(rows)))
         for minibatch in minibatches:
-            metrics.append(agent.minibatch_step(agent, batch, minibatch, learning_rate, args))
+            # the compiled step is of two samples or more
+            step = agent.minibatch_step if len(minibatch) > 1 else minibatch_step
+            metrics.append(step(agent, batch, minibatch, learning_rate, args))
         if args.target_kl is not None:
             kl = torch.stack(metrics[-len(minibatches) :])[:, METRICS.index("approx_kl")].mean()
             if kl > args.target_kl:
@@ -941,6 +951,8 @@ class Run:
                 fcntl.flock(self.csv_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 fail(f"{self.folder}: another process is training there")
+            except OSError as error:
+                print(f"{self.folder}: no locks ({error.strerror}); train there once at a time")
         found = {path.name: path for path in self.logs() if path.stat().st_size}
         for name, size in sizes.items():
             if size and name not in found:
@@ -1132,16 +1144,27 @@ def load_training_state(agent: Agent, envs: Envs, state: dict):
     envs.restore(state["envs"])
 
 
+def try_video(args: Args):
+    """Record a first frame: what is missing shows before training, not after it, and MuJoCo comes
+    to draw without a display before anything else loads it."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            env = build_env(args.env_id, Path(folder))
+            env.reset()
+            env.close()
+    except Exception as error:
+        fail(f"--capture-video: {error!r}")
+
+
 def evaluate(args: Args) -> list[float]:
     """Play `eval_episodes` with the greedy actions of the agent saved in `args.evaluate`, print
     each return; with `capture_video`, record them into its videos/. Writes nothing else."""
+    if args.capture_video:
+        try_video(args)
     torch.set_num_threads(args.num_threads)
     args = dataclasses.replace(args, num_envs=1, seed=episode_seed(args.seed, 2**31))
-    try:
-        video_folder = args.evaluate / "videos" if args.capture_video else None
-        envs = make_envs(args, video_folder=video_folder)
-    except gym.error.DependencyNotInstalled as error:  # shows when it is drawn
-        fail(f"--capture-video: {error}")
+    video_folder = args.evaluate / "videos" if args.capture_video else None
+    envs = make_envs(args, video_folder=video_folder)
     agent = Agent(envs, args)
     load_agent(agent, load_checkpoint(args.evaluate))
     returns, total, steps = [], 0.0, 0
@@ -1161,9 +1184,10 @@ def evaluate(args: Args) -> list[float]:
 def link_videos(run: Run):
     """Make videos/{run name} lead to the run's videos; CleanRL's are there."""
     if run.folder == Path("runs") / run.name:
-        Path("videos").mkdir(exist_ok=True)
+        link = Path("videos") / run.name  # an id may hold a slash
+        link.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(OSError):  # some file systems have no links
-            (Path("videos") / run.name).symlink_to((run.folder / "videos").resolve())
+            link.symlink_to((run.folder / "videos").resolve())
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -1232,6 +1256,8 @@ def set_up(args: Args):
     """The environments, the agent and the run's folder, new or as the run to resume left them."""
     torch.set_num_threads(args.num_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    if args.capture_video:
+        try_video(args)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
     checkpoint = load_checkpoint(args.resume) if args.resume else None

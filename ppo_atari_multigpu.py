@@ -177,7 +177,7 @@ CHANGEABLE = {
     "cudagraphs", "track", "wandb_project_name", "wandb_entity", "capture_video", "save_model",
     "run_dir", "resume", "evaluate", "eval_episodes", "checkpoint_interval", "total_timesteps",
     "local_batch_size", "local_minibatch_size", "batch_size", "minibatch_size", "num_iterations",
-    "world_size",
+    "world_size", "local_num_envs",
 }  # fmt: skip
 # Fields that CleanRL computes, accepted for its command lines.
 NO_EFFECT = {
@@ -201,7 +201,11 @@ def check(args: Args):
     """What the bounds of single arguments can't say."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
     if args.local_num_envs:
-        args.num_envs, args.local_num_envs = args.local_num_envs * processes, 0
+        num_envs, args.local_num_envs = args.local_num_envs * processes, 0
+        if args.resume and num_envs != args.num_envs:
+            was = f"{args.num_envs / processes:g}"
+            fail(f"--local-num-envs is {was} in the run to resume, and can't change in mid-run")
+        args.num_envs = num_envs
     if args.num_envs % processes and not args.evaluate:
         fail(f"--num-envs {args.num_envs}: must be a multiple of the {processes} processes")
     if args.num_minibatches > args.num_steps:
@@ -718,6 +722,8 @@ class Run:
                 fcntl.flock(self.csv_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 fail(f"{self.folder}: another process is training there")
+            except OSError as error:
+                print(f"{self.folder}: no locks ({error.strerror}); train there once at a time")
         found = {path.name: path for path in self.logs() if path.stat().st_size}
         for name, size in sizes.items():
             if size and name not in found:
@@ -1074,7 +1080,16 @@ def launcher() -> str:
 
 def after_restart(args: Args) -> Args:
     """When torchrun or Slurm starts a run again, it goes on from its last checkpoint: the one in
-    --run-dir or, without that, of the newest run of this name, if the same launcher made it."""
+    --run-dir or, without that, of the newest run of this name, if the same launcher made it. With
+    --local-num-envs and other nodes, the environments remain as many as they were."""
+
+    def launched_here(path: Path) -> bool:
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                return load_checkpoint(path.parent)["training"]["launcher"] == launcher()
+        except (SystemExit, KeyError):  # damaged, or another version's
+            return False
+
     requeued = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
     if args.resume or not (requeued or os.environ.get("TORCHELASTIC_RUN_ID")):
         return args
@@ -1082,12 +1097,20 @@ def after_restart(args: Args) -> Args:
         found = list(args.run_dir.glob("checkpoint.pt"))
     else:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__*"
-        found = sorted(Path("runs").glob(f"{name}/checkpoint.pt"))
+        found = sorted(Path("runs").glob(f"{name}/checkpoint.pt"), reverse=True)
     if not (requeued and args.run_dir):
-        found = [
-            p for p in found if load_checkpoint(p.parent)["training"]["launcher"] == launcher()
-        ][-1:]
-    return dataclasses.replace(args, resume=found[0].parent, run_dir=None) if found else args
+        found = next(([path] for path in found if launched_here(path)), [])
+    if not found:
+        return args
+    saved = asdict(Args(**load_checkpoint(found[0].parent)["args"]))
+    more = {"resume": found[0].parent, "run_dir": None, "num_envs": saved["num_envs"]}
+    args = dataclasses.replace(args, **more)
+    for name in saved.keys() - CHANGEABLE:
+        if getattr(args, name) != saved[name]:
+            flag = f"--{name.replace('_', '-')}"
+            fail(f"{flag} is {saved[name]} in {args.resume}, and can't change in mid-run")
+    check(args)
+    return args
 
 
 def set_up(args: Args, world: World):
@@ -1149,10 +1172,10 @@ def shares(stepping: float, rollout: float, update: float) -> dict[str, float]:
 
 def train(args: Args) -> str | None:
     """Train, or go on training; returns the run's name, on rank 0."""
-    num_iterations = args.total_timesteps // (args.num_envs * args.num_steps)
     world = World(args)
     with stop_on_signals() as stop, contextlib.closing(world):
         args = world.broadcast(after_restart(args) if world.rank == 0 else None)
+        num_iterations = args.total_timesteps // (args.num_envs * args.num_steps)
         envs, agent, run = set_up(args, world)
         leader = world.rank == 0
         try:
@@ -1204,6 +1227,7 @@ if __name__ == "__main__":
     with contextlib.ExitStack() as quiet:
         if not leader:  # rank 0 says what is to be said of the arguments
             quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # what is wrong may be so on one node only
             quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))
         args = parse_args()
     if not args.evaluate:

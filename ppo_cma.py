@@ -53,6 +53,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -952,6 +953,8 @@ class Run:
                 fcntl.flock(self.csv_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 fail(f"{self.folder}: another process is training there")
+            except OSError as error:
+                print(f"{self.folder}: no locks ({error.strerror}); train there once at a time")
         found = {path.name: path for path in self.logs() if path.stat().st_size}
         for name, size in sizes.items():
             if size and name not in found:
@@ -1152,9 +1155,23 @@ def load_training_state(agent: Agent, envs, state: dict):
         env.episode = episode
 
 
+def try_video(args: Args):
+    """Record a first frame: what is missing shows before training, not after it, and MuJoCo comes
+    to draw without a display before anything else loads it."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            env = build_env(args.env_id, Path(folder))
+            env.reset()
+            env.close()
+    except Exception as error:
+        fail(f"--capture-video: {error!r}")
+
+
 def evaluate(args: Args) -> list[float]:
     """Play `eval_episodes` with the mean action of the agent saved in `args.evaluate`, print each
     return; with `capture_video`, record them into its videos/. Writes nothing else."""
+    if args.capture_video:
+        try_video(args)
     torch.set_num_threads(args.num_threads)
     args = dataclasses.replace(args, num_envs=1, render=False)
     video = {"video_folder": args.evaluate / "videos"} if args.capture_video else {}
@@ -1217,6 +1234,8 @@ def set_up(args: Args):
     """The environments, the agent and the run's folder, new or as the run to resume left them."""
     torch.set_num_threads(args.num_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    if args.capture_video:
+        try_video(args)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else None
     envs = make_envs(args, checkpoint["global_step"] if checkpoint else 0)

@@ -60,6 +60,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -431,14 +432,16 @@ class Episodes(gym.Wrapper):
         return self.episode, self.actions
 
     def replay(self, progress: list):
-        """Bring the environment to where `progress[index]` was taken."""
+        """Bring the environment to where `progress[index]` was taken; the observation there, None
+        if no episode had started."""
         episode, actions = progress[self.key[1]]
-        if episode < 0:  # not started yet
-            return
+        if episode < 0:
+            return None
         self.episode = episode - 1
-        self.reset()
+        obs, _ = self.reset()
         for action in actions:
-            self.step(action)
+            obs, *_ = self.step(action)
+        return obs
 
 
 class GymnasiumEnvs:
@@ -564,7 +567,11 @@ class Envs:
         if "progress" not in state:
             print("EnvPool's environments can't be restored: resuming with new episodes")
             return
-        self.backend.call("replay", [(k, actions.numpy()) for k, actions in state["progress"]])
+        progress = [(k, actions.numpy()) for k, actions in state["progress"]]
+        replayed = zip(self.backend.call("replay", progress), state["obs"].numpy(), strict=True)
+        if any(o is not None and (np.float32(o) != then).any() for o, then in replayed):
+            print("an episode played again went elsewhere: resuming with new episodes")
+            return
         for name in self.STANDING:
             setattr(self, name, state[name].numpy())
 
@@ -1205,6 +1212,8 @@ class Run:
                 fcntl.flock(self.csv_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 fail(f"{self.folder}: another process is training there")
+            except OSError as error:
+                print(f"{self.folder}: no locks ({error.strerror}); train there once at a time")
         found = {path.name: path for path in self.logs() if path.stat().st_size}
         for name, size in sizes.items():
             if size and name not in found:
@@ -1401,26 +1410,37 @@ def load_training_state(agent: Agent, envs: Envs, state: dict):
     envs.restore(state["envs"])
 
 
+def try_video(args: Args):
+    """Record a first frame: what is missing shows before training, not after it, and MuJoCo comes
+    to draw without a display before anything else loads it."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            env = build_env(args.env_id, Path(folder))
+            env.reset()
+            env.close()
+    except Exception as error:
+        fail(f"--capture-video: {error!r}")
+
+
 def evaluate(args: Args) -> list[float]:
     """Play `eval_episodes` with the mean action of the agent saved in `args.evaluate`, print each
     return; with `capture_video`, record them into its videos/. Writes nothing else."""
+    if args.capture_video:
+        try_video(args)
     torch.set_num_threads(args.num_threads)
     args = dataclasses.replace(args, num_envs=1, seed=episode_seed(args.seed, 2**31))
-    try:
-        video_folder = args.evaluate / "videos" if args.capture_video else None
-        envs = make_envs(args, video_folder=video_folder)
-        agent = Agent(envs, args)
-        load_agent(agent, load_checkpoint(args.evaluate))
-        returns = []
-        for episode in range(args.eval_episodes):
-            envs.reset(0)
-            while not envs.over[0]:
-                envs.step(np.arange(1), agent.act(envs.obs, envs.lengths))
-                check_length(envs.lengths[0], args.env_id)
-            returns.append(float(envs.returns[0]))
-            print(f"eval_episode={episode}, episodic_return={returns[-1]:.2f}", flush=True)
-    except gym.error.DependencyNotInstalled as error:  # shows when it is drawn
-        fail(f"--capture-video: {error}")
+    video_folder = args.evaluate / "videos" if args.capture_video else None
+    envs = make_envs(args, video_folder=video_folder)
+    agent = Agent(envs, args)
+    load_agent(agent, load_checkpoint(args.evaluate))
+    returns = []
+    for episode in range(args.eval_episodes):
+        envs.reset(0)
+        while not envs.over[0]:
+            envs.step(np.arange(1), agent.act(envs.obs, envs.lengths))
+            check_length(envs.lengths[0], args.env_id)
+        returns.append(float(envs.returns[0]))
+        print(f"eval_episode={episode}, episodic_return={returns[-1]:.2f}", flush=True)
     envs.close()
     print(f"mean action, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
@@ -1465,6 +1485,8 @@ def set_up(args: Args):
     """The environments, the agent and the run's folder, new or as the run to resume left them."""
     torch.set_num_threads(args.num_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    if args.capture_video:
+        try_video(args)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
     checkpoint = load_checkpoint(args.resume) if args.resume else None

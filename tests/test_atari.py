@@ -866,7 +866,8 @@ def test_a_resumed_run_may_go_on_elsewhere_and_further_but_not_change(tmp_path, 
             resume(folder, flag)
         assert end.value.code == 2
         assert f"{flag.split()[0]} is " in capsys.readouterr().err
-    resume(folder, f"--total-timesteps {4 * STEPS} --num-threads 2 --no-channels-last")
+    more = "--local-num-envs 4 --num-threads 2 --no-channels-last"
+    resume(folder, f"--total-timesteps {4 * STEPS} {more}")
     torch.set_num_threads(1)
     check_logs(folder, 4)
 
@@ -976,9 +977,9 @@ def test_a_video_of_a_game(tmp_path):
 # --- starting again -------------------------------------------------------------------------------
 
 
-def saved_run(folder: Path, launcher: str):
+def saved_run(folder: Path, launcher: str, **args):
     folder.mkdir(parents=True)
-    content = {"script": SCRIPT.stem, "args": {}, "training": {"launcher": launcher}}
+    content = {"script": SCRIPT.stem, "args": args, "training": {"launcher": launcher}}
     write_checkpoint(folder, content)
 
 
@@ -997,6 +998,24 @@ def test_a_restart_finds_the_run_of_its_launcher(tmp_path, monkeypatch):
     assert script.after_restart(Args(resume=Path("x"))).resume == Path("x")
     saved_run(Path(f"{name}400"), "another, which started later")
     assert script.after_restart(Args()).resume == Path(f"{name}200")
+    Path(f"{name}500").mkdir()
+    Path(f"{name}500/checkpoint.pt").write_text("junk")  # is nobody's, and stops nobody
+    saved_run(Path(f"{name}600"), script.launcher(), temperature=2.0)  # another version's
+    assert script.after_restart(Args()).resume == Path(f"{name}200")
+
+
+def test_a_restart_changes_nothing(tmp_path, monkeypatch, capsys):
+    """With --local-num-envs 4 on two of three nodes the run keeps its 24 environments."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    saved_run(tmp_path / "run", script.launcher(), num_envs=24, total_timesteps=10**6)
+    resumed = script.after_restart(Args(run_dir=tmp_path / "run", num_envs=16))
+    assert (resumed.num_envs, resumed.total_timesteps) == (24, Args().total_timesteps)
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    several = "24: must be a multiple of the 5 processes"
+    for changed, says in ({}, several), ({"gamma": 0.5}, "--gamma is 0.99 in"):
+        with pytest.raises(SystemExit):
+            script.after_restart(Args(run_dir=tmp_path / "run", **changed))
+        assert says in capsys.readouterr().err
 
 
 def test_a_restart_finds_its_run_dir_but_takes_nobody_elses(tmp_path, monkeypatch):
