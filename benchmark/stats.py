@@ -29,7 +29,7 @@ def iqm(*scores: np.ndarray, axis: int = -1):
     """
     from scipy.stats import trim_mean
 
-    pooled, seeds = np.concatenate(scores, axis=axis), [x.shape[axis] for x in scores]
+    pooled, seeds = np.concatenate(scores, axis=axis), [np.shape(x)[axis] for x in scores]
     if len(set(seeds)) == 1:
         return trim_mean(pooled, 0.25, axis=axis)
     pooled = np.moveaxis(pooled, axis, -1)
