@@ -296,12 +296,10 @@ def report(script: str = "ppo_cma"):
                 lines.append(f"| {' | '.join(map(str, cells))} | {c.info['git_commit'][:7]} |")
             if len(curves) < 2:
                 continue
-            most = max(c.steps[-1] for c in curves)
-            longest = [c for c in curves if c.steps[-1] > 0.9 * most]
-            last = np.mean([smooth(c.returns)[-1] for c in longest])
-            played = np.mean([c.info["evaluation"] for c in longest])
-            which = f"mean of {len(longest)}" + (" longest" if len(longest) < len(curves) else "")
-            lines.append(f"| {name} | {which} | | **{last:.1f}** | | **{played:.1f}** | |")
+            last = np.mean([smooth(c.returns)[-1] for c in curves])
+            played = np.mean([c.info["evaluation"] for c in curves])
+            cells = [name, f"mean of {len(curves)}", "", f"**{last:.1f}**", ""]
+            lines.append(f"| {' | '.join(cells)} | **{played:.1f}** | |")
     lines.append(
         "\nTraining returns are with exploration noise. Hardware, versions and arguments of"
     )

@@ -74,10 +74,9 @@ def results(script: str) -> str:
     """A table of a script's committed runs: a row per environment, setting and length."""
     groups = {}
     for run in data.find([data.RESULTS]):
-        if run.script == script and run.status in ("finished", "running"):
+        if run.script == script and run.status == "finished":
             goal = (run.info["args"].get(name) for name in ("num_episodes", "total_timesteps"))
-            setting = run.variant + ", stopped early" * (run.status == "running")
-            groups.setdefault((run.env_id, setting, *goal), []).append(run)
+            groups.setdefault((run.env_id, run.variant, *goal), []).append(run)
     rows = ["| environment | setting | seeds, steps | training | final policy | commits |"]
     rows.append("|---|---|---|---|---|---|")
     for (env_id, setting, *_), runs in groups.items():
