@@ -217,19 +217,12 @@ def table():
     print("\n".join(lines))
 
 
+THIN = {"color": "black", "linewidth": 0.8, "alpha": 0.5}
+GREEN = {"color": "#009E73", "linewidth": 1.4, "alpha": 0.8}
 BESIDE = {  # what the figure of ppo_cma.py shows, too: name, script, variant, looks
-    "ppo_continuous_action.py": (
-        *("ppo_continuous_action", "default"),
-        {"color": "black", "linewidth": 0.8, "alpha": 0.5},
-    ),
-    "ppo_cma.py --anneal-lr": (
-        *("ppo_cma", "anneal-lr"),
-        {"color": "#009E73", "linewidth": 1.4, "alpha": 0.8},
-    ),
-    "ppo_cma.py --action-repeat 2": (
-        *("ppo_cma", "repeat2"),
-        {"color": "#009E73", "linewidth": 1.4, "alpha": 0.8},
-    ),
+    "ppo_continuous_action.py": ("ppo_continuous_action", "default", THIN),
+    "ppo_cma.py --anneal-lr": ("ppo_cma", "anneal-lr", GREEN),
+    "ppo_cma.py --action-repeat 2": ("ppo_cma", "repeat2", GREEN),
 }
 
 
