@@ -13,7 +13,7 @@ import pytest
 from program import ROOT, rows
 
 from benchmark import data
-from benchmark.run import Job, Local, Work, gpus_here, locked, plan, tail
+from benchmark.run import Job, Local, Slurm, Work, gpus_here, locked, plan, tail
 
 # As our scripts are, from outside: a step a tick, a checkpoint after each, SIGTERM stops it.
 TOY = """
@@ -346,6 +346,19 @@ def test_gpus_are_dealt_out(toy, monkeypatch):
     starts = [line for line in lines("starts.txt") if line[0] == "C-v0"]
     assert sorted(row[-1] for row in starts if len(row) > 4) == ["GPU-5e1", "MIG-77"]
     assert len([row for row in starts if len(row) == 4]) == 2  # set, and empty
+
+
+def test_a_queue_that_cant_be_read_gets_no_second_array(toy, monkeypatch, capsys):
+    (Path("bin")).mkdir()
+    for name in ("squeue", "sbatch", "srun", "scontrol"):
+        Path("bin", name).write_text("#!/bin/sh\necho 'Unable to contact controller' >&2; exit 1\n")
+        Path("bin", name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{Path('bin').absolute()}:{os.environ['PATH']}")
+    jobs = plan(["A-v0"], "python toy.py --total-timesteps 3", range(2), Path("runs"), "x", 0)
+    place = Slurm(Path("runs"), 1, {})
+    with pytest.raises(SystemExit):
+        place.submit(jobs, [], None)
+    assert "squeue: Unable to contact controller" in capsys.readouterr().err
 
 
 def test_two_harnesses_share_the_work(toy):
