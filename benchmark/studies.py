@@ -149,8 +149,8 @@ def ablations(output: Path = data.RESULTS / "ablations"):
         "the action's dimensions, 8,000 steps an iteration. Interquartile means over seeds with "
         "95 % bootstrap intervals. P is the probability that a run with the change scores above "
         "one without, mean over environments; improved or worse takes an interval without 1/2 "
-        "and p < 0.05 in a permutation test. Each change is tested by itself; "
-        "two seeds against five allow no verdict."
+        "and p < 0.05 in a permutation test. Each change is tested by itself: of many without any "
+        "effect, one in twenty would seem to have one."
     )
     blocks.append(("text", text))
     for metric, words in report.METRICS.items():
