@@ -15,7 +15,7 @@ bench --env-ids MountainCarContinuous-v0 --command "$car --action-repeat 4"
 bench --env-ids MountainCarContinuous-v0 --command "$car --action-repeat 2" --variant repeat2
 bench --env-ids Hopper-v4 --command "python ppo_cma.py --iter-steps 8000 --total-timesteps 400000"
 bench --env-ids Humanoid-v4 --command "python ppo_cma.py" --num-seeds 3
-bench --env-ids Humanoid-v4 --command "python ppo_cma.py --anneal-lr" --num-seeds 1 --variant anneal-lr
+bench --env-ids Humanoid-v4 --command "python ppo_cma.py --anneal-lr" --num-seeds 2 --variant anneal-lr
 
 python -m benchmark.curves report
 python benchmark/didactic.py
