@@ -851,7 +851,7 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args) -> dic
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
         minibatches = order.tensor_split(min(args.num_minibatches, len(rows)))
         for minibatch in minibatches:
-            # the compiled step is of two samples or more
+            # the compiled step is of two samples or more: one has no deviation
             step = agent.minibatch_step if len(minibatch) > 1 else minibatch_step
             metrics.append(step(agent, batch, minibatch, learning_rate, args))
         if args.target_kl is not None:

@@ -24,8 +24,8 @@ loss of exploration. Mirroring makes a negative advantage at `a` a positive one 
     python ppo_cma.py --resume runs/RUN                             # go on where it stopped
     python ppo_cma.py --evaluate runs/RUN --capture-video           # play with the mean action
 
-Expect a training return of about 4,700 on Humanoid-v4 after 5M steps, an hour or less on one CPU
-core (5,500 after 10M with `--anneal-lr`), and 1,000 to 2,800 on Hopper-v4 after 400,000, three
+Expect a training return of 4,000 to 4,800 on Humanoid-v4 after 5M steps, an hour or less on one
+CPU core (5,500 after 10M with `--anneal-lr`), and 900 to 2,800 on Hopper-v4 after 400,000, three
 minutes; seeds and tables: README.md.
 `--iter-steps` (N) is the parameter to tune: 4k for toys, 8k for planar robots, 32k for 3-D ones.
 
