@@ -72,11 +72,12 @@ def read_table(text: str) -> np.ndarray:
 
 
 def read_json(path: Path) -> dict:
-    """A JSON file's content; empty if there is none or it was cut off."""
+    """A JSON file's content; empty if there is none, it was cut off or is not an object."""
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
+    return content if isinstance(content, dict) else {}
 
 
 def make_run(info: dict, text: str, job: dict, where: Path) -> Run:
@@ -85,24 +86,24 @@ def make_run(info: dict, text: str, job: dict, where: Path) -> Run:
         table = read_table(text)
     except ValueError as error:
         raise SystemExit(f"{where}: not a table of episodes: {error}") from None
-    args = info.get("args") or {}
-    status = info.get("status", "missing")
     reason = job.get("reason", "")
-    if reason:
-        status = "failed"
-    return Run(
-        env_id=job.get("env_id") or args.get("env_id") or "unknown",
-        script=job.get("script") or Path(info.get("script", "unknown")).stem,
-        variant=job.get("variant") or info.get("variant") or "default",
-        seed=int(job.get("seed", info.get("seed", args.get("seed"))) or 0),
-        status=status,
-        reason=reason,
-        info=info,
-        steps=table[:, 0],
-        seconds=table[:, 1],
-        returns=table[:, 2],
-        evaluation=np.array(info.get("evaluation", []), float),
-    )
+    try:
+        args = info.get("args") or {}
+        return Run(
+            env_id=str(job.get("env_id") or args.get("env_id") or "unknown"),
+            script=job.get("script") or Path(info.get("script", "unknown")).stem,
+            variant=str(job.get("variant") or info.get("variant") or "default"),
+            seed=int(job.get("seed", info.get("seed", args.get("seed"))) or 0),
+            status="failed" if reason else str(info.get("status", "missing")),
+            reason=reason,
+            info=info,
+            steps=table[:, 0],
+            seconds=table[:, 1],
+            returns=table[:, 2],
+            evaluation=np.array(info.get("evaluation", []), float),
+        )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise SystemExit(f"{where}: run.json or job.json can't be understood: {error}") from None
 
 
 def read_folder(folder: Path, job: dict) -> Run:

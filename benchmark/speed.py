@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -212,25 +213,30 @@ class Bench:
             warmup *= 4
 
     def enough(self, program: Program, warmup: int, seconds: float) -> int:
-        """How many steps beyond `warmup` take about so many CPU-seconds; a multiple of it."""
+        """How many steps beyond `warmup` take about so many CPU-seconds, or, of a program that
+        mostly waits, seconds; a multiple of it."""
         short, more = self.run(program, warmup), warmup
         while True:
             cost = self.run(program, warmup + more).beyond(short)
             if cost.steps > 0 and (cost.cpu > seconds / 4 or cost.wall > seconds):
-                return max(1, round(more * seconds / cost.cpu / warmup)) * warmup
+                took = cost.cpu if cost.cpu > seconds / 4 else cost.wall  # it mostly waits
+                return max(1, round(more * seconds / took / warmup)) * warmup
             more *= 4
 
 
 def measure(
-    bench: Bench, programs: list[Program], rounds: int, warmup: int, seconds: float, steps: int
-) -> list[tuple]:
-    """All rounds of these programs, as rows of COLUMNS; the runs of a round are neighbours."""
+    bench: Bench, programs: list[Program], rounds: int, warmup: int, seconds: float, steps: int,
+    save: Callable[[list[tuple]], None],
+) -> list[tuple]:  # fmt: skip
+    """All rounds of these programs, as rows of COLUMNS; the runs of a round are neighbours. After
+    each run all so far go to `save`."""
     rows, sizes = [], {}
 
     def note(program: Program, k: int, kind: str, cost: Cost):
         steps, cpu, wall, memory = astuple(cost)
         rows.append((program.name, k, kind, steps, round(cpu, 3), round(wall, 3), round(memory, 1)))
         print(*rows[-1], flush=True)
+        save(rows)
 
     for program in programs:
         cost, least = bench.start_cold(program, warmup)
@@ -375,7 +381,8 @@ def speed(
         warmup_steps: steps before those; more where an iteration has more
         threads: of OpenMP, OpenBLAS and MKL; our scripts have flags of their own
         vary: a flag and its values, e.g. "num-envs 1 2 4": measure with each, peers too
-        output: the table; default benchmark/results/speed/<script>-<environment>.csv
+        output: the table; default benchmark/results/speed/<script>-<environment>.csv. What is
+            measured so far is in .part.csv
     """
     for name, value, least in (
         ("rounds", rounds, 1), ("seconds", seconds, 0.1), ("steps", steps, 0),
@@ -413,7 +420,15 @@ def speed(
     told = facts() | {f"command of {p.name}": p.command for p in programs}
     told |= {"threads": threads, "rounds": rounds}
     print(f"load average before: {told['load average before']}, {told['cores']} cores")
-    rows = []
+    rows, columns = [], (flag, *COLUMNS) if vary else COLUMNS
+    partial = path.with_suffix(".part.csv")
+
+    def labelled(part: list[tuple]) -> list[tuple]:
+        return [(value, *row) if vary else row for row in part]
+
+    def save(part: list[tuple]):
+        write(partial, told, columns, rows + labelled(part))
+
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), threads)
         for value in values or [""]:
@@ -422,10 +437,10 @@ def speed(
                 print(f"\n--{flag} {value}")
             now = [Program(p.name, p.command, p.words + more) for p in programs]
             try:
-                part = measure(bench, now, rounds, warmup_steps, seconds, steps)
+                part = measure(bench, now, rounds, warmup_steps, seconds, steps, save)
             except KeyboardInterrupt:
                 raise SystemExit(130) from None
             report(summarise(part), [p.name for p in variants])
-            rows += [(value, *row) if vary else row for row in part]
-    write(path, told, (flag, *COLUMNS) if vary else COLUMNS, rows)
+            rows += labelled(part)
+    partial.replace(path)
     print(f"table: {path}")

@@ -541,6 +541,21 @@ def test_a_committed_run_goes_by_its_program_not_by_the_script_that_imports(tmp_
     assert (run.score("training"), run.score("evaluation")) == (1000.0, 8.0)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"seed": "first"}, {"seed": [1]}, {"args": "none"}, {"script": 7}, {"evaluation": ["best"]}],
+)
+def test_a_run_json_of_others_with_the_wrong_kinds_is_one_line(wrong, tmp_path):
+    write_run(tmp_path, "A-v0", "ppo", 1, 1.0)
+    folder = tmp_path / "A-v0" / "ppo" / "default-s1" / "run"
+    info = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(info | wrong))
+    with pytest.raises(SystemExit, match=rf"^{folder}: run.json .* can't be understood: .+\Z"):
+        data.find([folder])
+    (folder / "run.json").write_text("[]")  # as good as none
+    assert data.read_folder(folder, {}).status == "missing"
+
+
 def test_scales():
     rows = table(data.HERE / "scales.csv")
     assert all(float(row["low"]) < float(row["high"]) and row["source"] for row in rows)
