@@ -1260,8 +1260,13 @@ class Run:
 
     def write(self, line: str):
         """A line on standard output, above the live progress bar."""
-        self.bar.write(line, file=sys.stdout)
-        sys.stdout.flush()
+        try:
+            self.bar.write(line, file=sys.stdout)
+            sys.stdout.flush()
+        except BrokenPipeError:  # Ctrl-C ends a `| tee`, too
+            os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+            with contextlib.suppress(OSError):
+                print(line, flush=True)
 
     def write_json(self, status: str, **more):
         """run.json: what a reader needs to believe, repeat or continue this run."""
@@ -1464,13 +1469,19 @@ def compile_networks(agent: Agent):
 def stop_on_signals():
     """Inside, SIGTERM, SIGUSR1 (a scheduler's warning) or Ctrl-C only joins the list yielded; a
     second Ctrl-C acts at once."""
-    received = []
+    received, pressed = [], []
 
     def handler(number, frame):
         received.append(number)
         if number == signal.SIGINT:  # schedulers and launchers may each send a SIGTERM
-            signal.signal(number, before[number])
-        print("\nstopping after this iteration; Ctrl-C: at once", file=sys.stderr, flush=True)
+            pressed.append(time.monotonic())
+            if pressed[-1] - pressed[0] > 1:  # uv sends its copy of a Ctrl-C at once
+                signal.signal(number, before[number])
+                signal.raise_signal(number)
+        if len(received) > 1:
+            return
+        with contextlib.suppress(OSError, RuntimeError):  # nobody reads; it is being written to
+            print("\nstopping after this iteration; Ctrl-C: at once", file=sys.stderr, flush=True)
 
     numbers = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
     before = {number: signal.signal(number, handler) for number in numbers}
@@ -1564,13 +1575,14 @@ def train(args: Args) -> str:
             run.abort(error)
         finally:
             envs.close()
+        done = finished(run)
+        final = run.close("finished" if done else "running")
 
     script = f"python {Path(__file__).name}"
-    if not finished(run):
-        run.close("running")
-        print(f"stopped at step {run.global_step:,}; go on with: {script} --resume {run.folder}")
+    if not done:
+        on = f"go on with: {script} --resume {run.folder}"
+        run.write(f"stopped at step {run.global_step:,}; {on}")
         raise SystemExit(128 + stop[0])
-    final = run.close("finished")
     print(f"return {final:.2f} (mean of the last 100 training episodes), {run.seconds():.0f} s")
     if run.shares:
         print("time: " + ", ".join(f"{name} {share:.0%}" for name, share in run.shares.items()))

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -581,6 +582,40 @@ def test_a_socket_would_be_seen(tmp_path):
     assert result.returncode == 1
     told = json.loads((tmp_path / "told.json").read_text())
     assert [event for event, _ in told["events"]] == ["socket.getaddrinfo"]
+
+
+@ALL
+def test_ctrl_c_passed_on_by_a_launcher_and_after_the_end_of_its_reader(script, tmp_path):
+    """`uv run ppo.py | tee log`: tee ends at Ctrl-C, and uv passes its own copy on."""
+    words = [script.__file__, *FLAGS[script].split(), "--run-dir", str(tmp_path / "run")]
+    process = subprocess.Popen(
+        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert any(line.startswith("SPS: ") for line in process.stdout)
+        process.stdout.close()
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.02)
+        told = process.stderr.read()
+        assert process.wait(60) == 128 + signal.SIGINT, told
+    finally:
+        process.kill()
+    assert told.count("stopping after this iteration; Ctrl-C: at once\n") == 1
+    step = script.load_checkpoint(tmp_path / "run")["global_step"]
+    assert f"stopped at step {step:,}; go on with: python {script.__name__}.py --resume" in told
+    assert "Traceback" not in told
+
+
+@ALL
+def test_a_second_ctrl_c_acts_at_once(script):
+    with script.stop_on_signals() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1.1)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert stop == [signal.SIGINT] * 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_tensorboard_is_never_opened_to_others():
