@@ -559,6 +559,9 @@ def run(
                 board.show(active, waiting, failed)
                 time.sleep(0.5)
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # uv sends its copy of a Ctrl-C at once
+            time.sleep(0.5)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             board.say(place.stop(active))
             raise SystemExit(128 + signal.SIGINT) from None
     for job in failed:

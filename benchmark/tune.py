@@ -323,8 +323,11 @@ def stop_on_signals(search: Search):
     """Inside, Ctrl-C or SIGTERM asks the scripts to stop, which save themselves; again, they are
     killed."""
 
+    received = []
+
     def handler(number, frame):
-        kill, search.signal = search.stop.is_set(), number
+        received.append(time.monotonic())
+        kill, search.signal = received[-1] - received[0] > 1, number  # uv sends a copy at once
         search.stop.set()
         print("\nstopping after these iterations; Ctrl-C: at once", file=sys.stderr, flush=True)
         for process in list(search.processes):
