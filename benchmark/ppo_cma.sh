@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every published number of ppo_cma.py: runs (given again, it goes on), tables, pictures, speed.
-# RUNS=folder and WORKERS=processes may be set; on two cores it takes about four hours.
+# RUNS=folder and WORKERS=processes may be set; on two cores it takes about five hours.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
@@ -15,7 +15,8 @@ bench --env-ids MountainCarContinuous-v0 --command "$car --action-repeat 4"
 bench --env-ids MountainCarContinuous-v0 --command "$car --action-repeat 2" --variant repeat2
 bench --env-ids Hopper-v4 --command "python ppo_cma.py --iter-steps 8000 --total-timesteps 400000"
 bench --env-ids Humanoid-v4 --command "python ppo_cma.py" --num-seeds 3
-bench --env-ids Humanoid-v4 --command "python ppo_cma.py --anneal-lr" --num-seeds 2 --variant anneal-lr
+bench --env-ids Humanoid-v4 --command "python ppo_cma.py --anneal-lr" --num-seeds 3 --variant anneal-lr
+bench --env-ids Humanoid-v4 --command "python benchmark/cma_published_ends.py" --num-seeds 1
 
 python -m benchmark.curves report
 python benchmark/didactic.py

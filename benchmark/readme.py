@@ -145,10 +145,14 @@ def cma_results() -> str:
 
 def humanoid() -> str:
     rows = []
-    for variant, flag in ("default", ""), ("anneal-lr", " --anneal-lr"):
-        for curve in curves.load("Humanoid-v4", "ppo_cma", variant):
+    for script, variant, flag in (
+        ("ppo_cma", "default", ""),
+        ("ppo_cma", "anneal-lr", " --anneal-lr"),
+        ("cma_published_ends", "default", ""),
+    ):
+        for curve in curves.load("Humanoid-v4", script, variant):
             steps = curve.info["global_step"]
-            cells = [f"`ppo_cma.py{flag}`, seed {curve.seed}, to {steps / 1e6:.1f}M"]
+            cells = [f"`{script}.py{flag}`, seed {curve.seed}, to {steps / 1e6:.1f}M"]
             cells += [curves.crossing(curve, score) for score in curves.CROSSINGS]
             cells.append(number(curves.at(curve, 4.5e6, 5e6)))
             rows.append([*cells, number(curves.at(curve, 9e6, 10e6))])
