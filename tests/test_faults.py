@@ -322,7 +322,7 @@ def test_sigusr1_and_further_signals(script, begun, undisturbed, tmp_path, monke
     assert [signal.getsignal(number) for number in numbers] == handlers
     captured = capsys.readouterr()
     assert f"; go on with: python {script}.py --resume {folder}\n" in captured.out
-    assert captured.err.count("\nstopping after this iteration; Ctrl-C: at once\n") == 3
+    assert captured.err.count("\nstopping after this iteration; Ctrl-C: at once\n") == 1
     assert load(script, folder)["iteration"] == 2
     assert status(folder) == "running"
     monkeypatch.setattr(module, "rollout", plain)
