@@ -1239,7 +1239,7 @@ def compile_update(agent: Agent, args: Args) -> str:
 @contextlib.contextmanager
 def stop_on_signals():
     """Inside, SIGTERM, SIGUSR1 (a scheduler's warning) or Ctrl-C only joins the list yielded; a
-    second Ctrl-C acts at once."""
+    Ctrl-C more than a second after the first acts at once."""
     received, pressed = [], []
 
     def handler(number, frame):
