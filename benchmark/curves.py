@@ -42,17 +42,21 @@ def runs(env_id: str, script: str, variant: str = "default") -> Iterator[tuple]:
         yield run.info, run.steps, run.returns
 
 
-def load(env_id: str, script: str, variant: str = "default") -> list[Curve]:
-    """The curves of an environment's runs, by seed."""
+def load(
+    env_id: str, script: str, variant: str = "default", width: int | None = None
+) -> list[Curve]:
+    """The curves of an environment's runs, by seed, in windows of `width` steps, by default those
+    of an iteration, or 50 where a script has no iterations of so many."""
     curves = []
     for info, steps, returns in runs(env_id, script, variant):
-        width = info["args"].get("iter_steps") or info["args"]["total_timesteps"] // 50
-        window = ((steps - 1) // width).astype(int)
+        args = info["args"]
+        size = width or args.get("iter_steps") or args["total_timesteps"] // 50
+        window = ((steps - 1) // size).astype(int)
         filled = np.unique(window)
-        if steps[-1] < (filled[-1] + 0.5) * width:
+        if steps[-1] < (filled[-1] + 0.5) * size:
             filled = filled[:-1]
         means = np.array([returns[window == w].mean() for w in filled])
-        ends = np.minimum((filled + 1) * width, steps[-1])
+        ends = np.minimum((filled + 1) * size, steps[-1])
         curves.append(Curve(info["seed"], ends, means, info))
     return sorted(curves, key=lambda curve: curve.seed)
 
@@ -219,8 +223,10 @@ def table():
 
 THIN = {"color": "black", "linewidth": 0.8, "alpha": 0.5}
 GREEN = {"color": "#009E73", "linewidth": 1.4, "alpha": 0.8}
+BLACK = {"color": "black", "linewidth": 1.4, "alpha": 0.8}
 BESIDE = {  # what the figure of ppo_cma.py shows, too: name, script, variant, looks
     "ppo_continuous_action.py": ("ppo_continuous_action", "default", THIN),
+    "ppo_continuous_action.py, 64 environments": ("ppo_continuous_action", "10M-64envs", BLACK),
     "ppo_cma.py --anneal-lr": ("ppo_cma", "anneal-lr", GREEN),
     "ppo_cma.py --action-repeat 2": ("ppo_cma", "repeat2", GREEN),
 }
@@ -237,12 +243,13 @@ def draw(env_ids: list[str], script: str, path: Path):
             axis.plot(
                 curve.steps / 1e6, smooth(curve.returns), color=BLUE, linewidth=1.4, alpha=0.8
             )
-        repeat = curves[0].info["args"]["action_repeat"]
+        args = curves[0].info["args"]
+        repeat = args["action_repeat"]
         label = f"{script}.py, {len(curves)} seeds, action repeat {repeat}"
         axis.plot([], [], color=BLUE, label=label)
         longest = max(curve.steps[-1] for curve in curves)
         for label, (other, variant, looks) in BESIDE.items():
-            beside = load(env_id, other, variant)
+            beside = load(env_id, other, variant, width=args["iter_steps"])
             for curve in beside:
                 within = curve.steps <= 1.05 * longest
                 axis.plot(curve.steps[within] / 1e6, smooth(curve.returns)[within], **looks)

@@ -145,20 +145,23 @@ def cma_results() -> str:
 
 def humanoid() -> str:
     rows = []
-    for script, variant, flag in (
+    for script, variant, words in (
         ("ppo_cma", "default", ""),
-        ("ppo_cma", "anneal-lr", " --anneal-lr"),
+        ("ppo_cma", "anneal-lr", ", `--anneal-lr`"),
         ("cma_published_ends", "default", ""),
+        ("ppo_continuous_action", "10M-64envs", ", 64 environments"),
     ):
-        for curve in curves.load("Humanoid-v4", script, variant):
+        for curve in curves.load("Humanoid-v4", script, variant, width=32_000):
             steps = curve.info["global_step"]
-            cells = [f"`{script}.py{flag}`, seed {curve.seed}, to {steps / 1e6:.1f}M"]
+            cells = [f"`{script}.py`{words}, seed {curve.seed}, to {steps / 1e6:.1f}M"]
             cells += [curves.crossing(curve, score) for score in curves.CROSSINGS]
-            cells.append(number(curves.at(curve, 4.5e6, 5e6)))
-            rows.append([*cells, number(curves.at(curve, 9e6, 10e6))])
+            for end in ((4.5e6, 5e6), (9e6, 10e6)):
+                cells.append(number(curves.at(curve, *end)))
+            rows.append([*cells, number(curves.final_policy(curve))])
     published = ["original, Humanoid-v2, mean of 3", *curves.ORIGINAL_CROSSINGS]
-    rows.append([*published, "4,593 at 5M", "4,609"])
-    return grid(["", *map(str, curves.CROSSINGS), "4.5 to 5M", "9 to 10M"], rows)
+    rows.append([*published, "4,593 at 5M", "4,609", ""])
+    header = ["", *map(str, curves.CROSSINGS), "4.5 to 5M", "9 to 10M", "mean action"]
+    return grid(header, rows)
 
 
 def atari_results() -> str:

@@ -88,13 +88,20 @@ def test_result_tables_by_hand():
     middle = f"{np.mean(sorted(played)[2:8]):,.0f}"
     assert cells("clipped-results", "HalfCheetah-v4, 1M")[1].startswith(f"**{middle}** [")
     assert cells("head-to-head", "HalfCheetah-v4")[2].startswith(f"**{middle}** [")
-    with gzip.open(data.RESULTS / "Humanoid-v4" / "ppo_cma" / "default-s1.csv.gz", "rt") as file:
-        episodes = [line.split(",") for line in file][1:]
-    windows = {}
-    for step, _, episodic_return, _ in episodes:
-        windows.setdefault((int(step) - 1) // 32_000, []).append(float(episodic_return))
-    first = min(k for k, returns in windows.items() if np.mean(returns) >= 1000)
-    row = cells("humanoid", "`ppo_cma.py`, seed 1")
-    assert row[1] == f"{(first + 1) * 0.032:.2f}M"
-    inside = [np.mean(windows[k]) for k in windows if 4.5e6 < (k + 1) * 32_000 <= 5e6]
-    assert row[5] == f"{np.mean(inside):,.0f}"
+    for script, run, name in (
+        ("ppo_cma", "default-s1", ", seed 1"),
+        ("ppo_continuous_action", "10M-64envs-s2", ", 64 environments, seed 2"),
+    ):
+        folder = data.RESULTS / "Humanoid-v4" / script
+        with gzip.open(folder / f"{run}.csv.gz", "rt") as file:
+            episodes = [line.split(",") for line in file][1:]
+        windows = {}
+        for step, _, episodic_return, _ in episodes:
+            windows.setdefault((int(step) - 1) // 32_000, []).append(float(episodic_return))
+        first = min(k for k, returns in windows.items() if np.mean(returns) >= 1000)
+        row = cells("humanoid", f"`{script}.py`{name}")
+        assert row[1] == f"{(first + 1) * 0.032:.2f}M"
+        inside = [np.mean(windows[k]) for k in windows if 4.5e6 < (k + 1) * 32_000 <= 5e6]
+        assert row[5] == f"{np.mean(inside):,.0f}"
+        played = json.loads((folder / f"{run}.json").read_text())["evaluation"]
+        assert row[7] == f"{np.mean(played):,.0f}"
