@@ -45,8 +45,8 @@ def runs(env_id: str, script: str, variant: str = "default") -> Iterator[tuple]:
 def load(
     env_id: str, script: str, variant: str = "default", width: int | None = None
 ) -> list[Curve]:
-    """The curves of an environment's runs, by seed, in windows of `width` steps, by default those
-    of an iteration, or 50 where a script has no iterations of so many."""
+    """The curves of an environment's runs, by seed, in windows of `width` steps: by default
+    --iter-steps, or a fiftieth of the run where the script has no such flag."""
     curves = []
     for info, steps, returns in runs(env_id, script, variant):
         args = info["args"]
