@@ -22,7 +22,7 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
     python ppo_continuous_action.py --resume runs/RUN                     # go on where it stopped
     python ppo_continuous_action.py --evaluate runs/RUN --capture-video   # play the mean action
 
-Expect about 5,700 on HalfCheetah-v4 after 1M steps, 4,300 on Walker2d-v4, 3,500 on Hopper-v4 and
+Expect about 5,900 on HalfCheetah-v4 after 1M steps, 4,300 on Walker2d-v4, 3,500 on Hopper-v4 and
 1,000 on Humanoid-v4 (mean action, seeds and tables in README.md), in two to four minutes each on
 one CPU core (Humanoid eight), about twice that with --no-compile.
 
