@@ -472,29 +472,43 @@ def test_12_only_the_variance_sees_the_past(monkeypatch):
 # --- 14 the two-dimensional quadratic -------------------------------------------------------------
 
 
-def test_14_quadratic_orders_and_bands():
+def quadratic(mode: str, seeds: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rewards and deviations, [seed, iteration]."""
     from benchmark.didactic import optimize
 
-    runs = {mode: [optimize(mode, seed) for seed in range(5)] for mode in ppo_cma.MODES}
-    reward = {m: np.array([r.rewards for r in rs]) for m, rs in runs.items()}  # [seed, iteration]
-    sigma = {m: np.array([r.sigmas for r in rs]) for m, rs in runs.items()}
+    runs = [optimize(mode, seed) for seed in range(seeds)]
+    return np.array([run.rewards for run in runs]), np.array([run.sigmas for run in runs])
 
-    cma = sigma["ppo-cma-m"].mean(axis=0)
-    assert 0.24 < cma[0] < 0.34  # mean before variance would give .18-.21
-    assert 4 <= cma.argmax() + 1 <= 7
-    assert 0.36 < cma.max() < 0.50
-    assert cma[19] < 0.04
-    assert reward["ppo-cma-m"][:, 19].mean() > -0.01
-    assert -0.2 < reward["ppo-cma-m"][:, 8].mean() < -0.05
-    assert 0.30 < sigma["ppo-cma"].mean(axis=0).max() < 0.45
-    assert reward["ppo-cma"][:, 19].mean() > -0.015
 
-    assert (np.diff(sigma["ppo"].mean(axis=0)) < 0).all()
-    assert (np.diff(sigma["ppo"][:, :18], axis=1) < 0).all()  # until a seed has arrived
-    assert -0.12 < reward["ppo"][:, 19].mean() < -0.04
-    assert sigma["pg-pos"].max() < 0.25
-    assert sigma["pg-pos"].mean(axis=0)[19] < 0.02
-    assert reward["pg"][:, 19].mean() < -4
+def test_14_ppo_cma_m_widens_then_contracts():
+    reward, sigma = quadratic("ppo-cma-m", 5)
+    mean = sigma.mean(axis=0)
+    assert 0.24 < mean[0] < 0.34  # mean before variance would give .18-.21
+    assert 4 <= mean.argmax() + 1 <= 7
+    assert 0.36 < mean.max() < 0.50
+    assert mean[19] < 0.04
+    assert reward[:, 19].mean() > -0.01
+    assert -0.2 < reward[:, 8].mean() < -0.05
+
+
+def test_14_ppo_cma_widens_too():
+    reward, sigma = quadratic("ppo-cma", 3)
+    assert 0.30 < sigma.mean(axis=0).max() < 0.45
+    assert reward[:, 19].mean() > -0.015
+
+
+def test_14_ppo_shrinks_from_the_start():
+    reward, sigma = quadratic("ppo", 3)
+    assert (np.diff(sigma.mean(axis=0)) < 0).all()
+    assert (np.diff(sigma[:, :18], axis=1) < 0).all()  # until a seed has arrived
+    assert -0.12 < reward[:, 19].mean() < -0.04
+
+
+def test_14_pg_breaks_and_pg_pos_shrinks():
+    assert quadratic("pg", 3)[0][:, 19].mean() < -4
+    _, sigma = quadratic("pg-pos", 3)
+    assert sigma.max() < 0.25
+    assert sigma.mean(axis=0)[19] < 0.02
 
 
 @pytest.mark.slow
