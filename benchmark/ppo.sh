@@ -11,9 +11,9 @@ bench() {
 }
 mujoco=(HalfCheetah-v4 Walker2d-v4 Hopper-v4 InvertedPendulum-v4)
 
-bench --num-seeds 10 --env-ids "${mujoco[@]}" Ant-v4 Swimmer-v4 Reacher-v4 InvertedDoublePendulum-v4 \
+bench --num-seeds 10 --env-ids "${mujoco[@]:0:3}" Ant-v4 Swimmer-v4 InvertedDoublePendulum-v4 \
   --command "python ppo_continuous_action.py"
-bench --env-ids Humanoid-v4 --command "python ppo_continuous_action.py"
+bench --env-ids "${mujoco[@]:3}" Humanoid-v4 --command "python ppo_continuous_action.py"
 bench --env-ids Pendulum-v1 --command "python ppo_continuous_action.py --total-timesteps 200000"
 bench --num-seeds 10 --env-ids CartPole-v1 --command "python ppo.py --total-timesteps 100000"
 bench --num-seeds 10 --env-ids Acrobot-v1 MountainCar-v0 --command "python ppo.py"
