@@ -5,7 +5,7 @@
     <!-- flags -->                  a table of the script's flags, up to <!-- end -->
     <!-- results -->                a table of its committed runs, up to <!-- end -->
 
-and in README.md the tables of benchmark/readme.py, by their names.
+and in README.md as in these pages the tables of benchmark/readme.py, by their names.
 """
 
 import dataclasses
@@ -41,15 +41,12 @@ def link(found: re.Match) -> str:
 
 
 def flags(script: str) -> str:
-    """A table of the fields of a script's Args: flag, default, help."""
+    """A table of the fields of a script's Args: flag, default, and the comment that is its help."""
     module = importlib.import_module(script)
     source = (DOCS.parent / f"{script}.py").read_text()
     rows = ["| flag | default | |", "|---|---|---|"]
     for field in dataclasses.fields(module.Args):
-        found = re.search(
-            rf'\n    {field.name}: [^\n]*(?:\n[^"\n]*)*?\n    """(.*?)"""', source, re.S
-        )
-        said = " ".join(found[1].split()).replace("|", "\\|")
+        said = re.search(rf"\n    {field.name}: [^\n#]*# ([^\n]*)", source)[1].replace("|", "\\|")
         default = field.default
         if default is dataclasses.MISSING:
             default = field.default_factory()
@@ -94,11 +91,10 @@ def results(script: str) -> str:
 
 def rewrite(page: Path) -> str:
     """A page's text with its links and tables as they now are."""
-    if page == README:
-        text, blocks = page.read_text(), readme.BLOCKS
-    else:
-        text = LINK.sub(link, page.read_text())
-        blocks = {make.__name__: partial(make, page.stem) for make in (flags, results)}
+    text, blocks = page.read_text(), dict(readme.BLOCKS)
+    if page != README:
+        text = LINK.sub(link, text)
+        blocks |= {make.__name__: partial(make, page.stem) for make in (flags, results)}
 
     def block(found: re.Match) -> str:
         name = found[1]

@@ -77,6 +77,33 @@ def head_to_head() -> str:
     return grid(header, rows + better)
 
 
+def scores() -> str:
+    """README's: final policies of all scripts, one setting a script but where it is said."""
+    groups = studies.committed(studies.SCRIPTS, studies.MUJOCO)
+    rows = [
+        [f"{env_id}, 1M", *cells]
+        for env_id, *cells in studies.scores_by_script(groups, "evaluation")
+    ]
+    for env_id, *runs in (
+        ("Humanoid-v4, 10M", ("ppo_continuous_action", "10M-64envs"), ("ppo_cma", "anneal-lr")),
+        ("CartPole-v1, 100k", ("ppo", "default"), None),
+        ("Acrobot-v1, 500k", ("ppo", "default"), None),
+        ("MountainCar-v0, 500k", ("ppo", "default"), None),
+    ):
+        name = env_id.partition(",")[0]
+        found = [curves.load(name, *run) if run else [] for run in runs]
+        cells = [estimate([curves.final_policy(c) for c in own]) if own else "" for own in found]
+        rows.append(
+            [env_id, ", ".join(str(len(own)) for own in found if own), cells[0], "", cells[1]]
+        )
+    for name in curves.GOALS:
+        for info, steps, _ in curves.runs(name, "ppo_atari_multigpu"):
+            length = f"{steps[-1] / 1e6:.0f}M"
+            rows.append([f"{name}, {length}", 1, f"{np.mean(info['evaluation']):.1f}", "", ""])
+    header = ["environment, steps", "seeds", "clipped PPO", "`ppo_kl_adaptive.py`", "`ppo_cma.py`"]
+    return grid(header, rows)
+
+
 def in_words(statistic, scores: list[np.ndarray]) -> str:
     """Of scores by environment, with its 95 % interval."""
     ends = report.between(*stats.interval(statistic, scores), report.ratio)
@@ -237,6 +264,25 @@ def clipped_speed() -> str:
     return grid(header, rows)
 
 
+def speeds() -> str:
+    """README's: steps per CPU-second of all scripts."""
+    tables = {
+        "`ppo.py`, CartPole-v1": ("ppo-CartPole-v1", "compiled"),
+        "`ppo_continuous_action.py`, HalfCheetah-v4": (CLIPPED_SPEED["HalfCheetah-v4"], "compiled"),
+        "the same, 8 environments": (CLIPPED_SPEED["HalfCheetah-v4, 8 environments"], "compiled"),
+        "the same, Humanoid-v4": (CLIPPED_SPEED["Humanoid-v4"], "compiled"),
+        "`ppo_kl_adaptive.py`, HalfCheetah-v4": ("ppo_kl_adaptive-HalfCheetah-v4", "1_environment"),
+    }
+    rows = []
+    for words, (table, name) in tables.items():
+        found = costs(table)
+        mine, sb3, bare = found[name], found["sb3"], found["bare"]
+        rate = f"{median(mine.cpu_rates):,.0f}"
+        rows.append([words, rate, spread(mine, sb3), ratio(mine, bare)])
+    header = ["script, environment", "steps per CPU-second", "to Stable-Baselines3's PPO"]
+    return grid([*header, "to the bare environment"], rows)
+
+
 def growth(name: str, corner: str) -> str:
     """A table in which one flag varies, its values in the first column."""
     by_value = {}
@@ -297,7 +343,7 @@ def atari_speed() -> str:
 BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
-        clipped_results, head_to_head, ablations, kl_results, cma_results, humanoid, atari_results,
-        clipped_speed, growth_environments, growth_minibatches, kl_speed, atari_speed,
+        scores, speeds, clipped_results, head_to_head, ablations, kl_results, cma_results, humanoid,
+        atari_results, clipped_speed, growth_environments, growth_minibatches, kl_speed, atari_speed,
     )
 }  # fmt: skip
