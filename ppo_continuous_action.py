@@ -105,21 +105,26 @@ class Args:
             raise ValueError(f"--exp-name {self.exp_name}: a path, not a name")
         if self.resume and (self.run_dir or self.evaluate):
             raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
-        needs = {"moviepy": self.capture_video, "wandb": self.track}
-        needs["shimmy"] = self.env_id.startswith("dm_control/")
-        for package, needed in needs.items():
-            if needed and importlib.util.find_spec(package) is None:
-                raise ValueError(f"{package} is not installed: pip install {package}")
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
-    args = tyro.cli(Args, args=argv, description=__doc__)
-    if folder := args.resume or args.evaluate:
-        saved = load_checkpoint(folder)["args"]
-        if ":" in saved.env_id and args.env_id != saved.env_id:
-            fail(f"{folder} runs a module's code; if you trust it, add --env-id {saved.env_id}")
-        args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
+
+    def given(resume: Path | None = None, evaluate: Path | None = None, env_id: str = ""):
+        return resume or evaluate, env_id
+
+    (folder, env_id), _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
+    saved = load_checkpoint(folder)["args"] if folder else Args()
+    if ":" in saved.env_id and env_id != saved.env_id:
+        fail(f"{folder} runs a module's code; if you trust it, add --env-id {saved.env_id}")
+    args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
+    if args.resume and args.num_envs != saved.num_envs:
+        fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
+    needs = {"moviepy": args.capture_video, "wandb": args.track}
+    needs["shimmy"] = args.env_id.startswith("dm_control/")
+    for package, needed in needs.items():
+        if needed and importlib.util.find_spec(package) is None:
+            fail(f"{package} is not installed: pip install {package}")
     return args
 
 
@@ -186,7 +191,7 @@ class Episodes(gym.Wrapper):
         clipped = np.minimum(np.maximum(action, self.low), self.high)
         obs, reward, terminated, truncated, info = self.env.step(clipped)
         self.actions.append(action)
-        self.rewards.append(float(reward))
+        self.rewards.append(float(np.asarray(reward).item()))  # from any shape or type
         self.over = bool(terminated or truncated)
         if self.over:
             self.ended.append((math.fsum(self.rewards), len(self.rewards)))
@@ -211,9 +216,11 @@ class SyncEnvs(gym.vector.SyncVectorEnv):
 def make_envs(args: Args) -> gym.vector.VectorEnv:
     """The environments, stepped by this process or each by one of its own."""
 
+    trainer = os.getpid()
+
     def make(i: int) -> gym.Env:
-        if args.env_backend == "async":
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
+        if os.getpid() != trainer:
+            os.setpgrp()  # signals to the group, as Ctrl-C's, are for the process that trains
         return Episodes(make_env(args.env_id), args.seed, i)
 
     vector = gym.vector.AsyncVectorEnv if args.env_backend == "async" else SyncEnvs
@@ -308,7 +315,7 @@ class Agent(nn.Module):
         moments = self.obs_moments.mean.float(), (self.obs_moments.var + 1e-8).rsqrt().float()
         tensors = *moments, self.origin, self.unit, self.actor_logstd.exp()
         shift, scale, origin, unit, std = (x.cpu().numpy() for x in tensors)
-        *hidden, weight, bias = (x.cpu().numpy().T for x in self.actor_mean.state_dict().values())
+        *hidden, weight, bias = (x.clone().cpu().numpy().T for x in self.actor_mean.parameters())
         weight, bias, std = weight * unit, bias * unit + origin, std * unit
 
         def act(obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
@@ -410,23 +417,22 @@ def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
 def minibatch_step(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
     """One step of Adam (Kingma & Ba 2015, algorithm 1) on the rows [M] of the batch; METRICS [7]"""
     minibatch = Batch(*(x[rows] for x in batch))
+    vector = adam["parameters"].detach().requires_grad_()
     names, parameters = zip(*agent.named_parameters(), strict=True)
-
-    def loss(vector: torch.Tensor):
-        parts = vector.split([p.numel() for p in parameters])
-        views = (part.view_as(p) for part, p in zip(parts, parameters, strict=True))
-        return ppo_loss(agent, dict(zip(names, views, strict=True)), minibatch, args)
-
-    grad, metrics = torch.func.grad(loss, has_aux=True)(adam["parameters"])
-    norm = grad.norm()  # over all parameters (detail 11)
-    grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-    adam["steps"] += 1.0
-    adam["exp_avg"].lerp_(grad, 0.1)  # betas 0.9 and 0.999, eps 1e-5 (detail 3)
-    adam["exp_avg_sq"].mul_(0.999).addcmul_(grad, grad, value=0.001)
-    mean = adam["exp_avg"] / (1.0 - 0.9 ** adam["steps"])
-    square = adam["exp_avg_sq"] / (1.0 - 0.999 ** adam["steps"])
-    adam["parameters"] -= learning_rate * mean / (square.sqrt() + 1e-5)
-    return torch.stack([*metrics, norm])
+    parts = vector.split([p.numel() for p in parameters])
+    views = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
+    loss, metrics = ppo_loss(agent, dict(zip(names, views, strict=True)), minibatch, args)
+    (grad,) = torch.autograd.grad(loss, vector)
+    with torch.no_grad():
+        norm = grad.norm()  # over all parameters (detail 11)
+        grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        adam["steps"] += 1.0
+        adam["exp_avg"].lerp_(grad, 0.1)  # betas 0.9 and 0.999, eps 1e-5 (detail 3)
+        adam["exp_avg_sq"].mul_(0.999).addcmul_(grad, grad, value=0.001)
+        mean = adam["exp_avg"] / (1.0 - 0.9 ** adam["steps"])
+        square = adam["exp_avg_sq"] / (1.0 - 0.999 ** adam["steps"])
+        adam["parameters"] -= learning_rate * mean / (square.sqrt() + 1e-5)
+        return torch.stack([*metrics, norm])
 
 
 def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=minibatch_step):
@@ -632,6 +638,7 @@ def compile_step(agent: Agent, args: Args):
     options = {"guard_filter_fn": lambda guards: [False] * len(guards), "cpp.vec_isa_ok": True}
     options |= {"cpp_wrapper": agent.adam["steps"].is_cpu, "triton.cudagraphs": args.cudagraphs}
     try:
+        torch._dynamo.config.trace_autograd_ops = True
         torch.compile(lambda x: x + 1, options=options)(agent.adam["steps"])
     except Exception as error:  # whatever a missing or broken compiler raises
         print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
@@ -658,7 +665,8 @@ def train(args: Args) -> Path:
     envs = make_envs(args)
     torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
     agent = load(args.resume, envs)[0] if args.resume else Agent(envs, args)
-    agent.to(device).adam = flat_adam(agent)
+    agent.to(device)
+    agent.adam = flat_adam(agent)
     over, discounted = np.zeros((2, args.num_envs))
     at = {"obs": envs.reset()[0], "over": over > 0, "discounted": discounted}
     if checkpoint:

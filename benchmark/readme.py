@@ -344,6 +344,7 @@ BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
         scores, speeds, clipped_results, head_to_head, ablations, kl_results, cma_results, humanoid,
-        atari_results, clipped_speed, growth_environments, growth_minibatches, kl_speed, atari_speed,
+        atari_results, clipped_speed, growth_environments, growth_minibatches, kl_speed,
+        atari_speed,
     )
 }  # fmt: skip
