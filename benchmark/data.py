@@ -6,14 +6,22 @@
 
 A program that is not ours takes part if it leaves an `episodes.csv` (global_step, seconds, return,
 length; a row per training episode) and a `run.json` with "script", "seed", "status" ("finished" at
-the end) and "args" with "env_id".
+the end) and "args" with "env_id". How it was started (`provenance`) `run` records for it.
 """
 
+import contextlib
 import csv
 import gzip
+import hashlib
 import io
+import itertools
 import json
-from collections.abc import Iterable, Iterator
+import math
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +30,17 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 COLUMNS = ("global_step", "seconds", "return", "length")
+VERSIONS = """
+import json, platform
+from importlib import metadata
+found = {"python": platform.python_version()}
+for package in ("torch", "gymnasium", "mujoco", "numpy", "envpool"):
+    try:
+        found[package] = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
 
 
 @dataclass
@@ -34,7 +53,7 @@ class Run:
     seed: int
     status: str  # finished; running: cut off or still at it; failed; missing: never begun
     reason: str  # why it failed, else ""
-    info: dict  # run.json, empty if there is none
+    info: dict  # run.json and what `run` recorded, empty if there is neither
     steps: np.ndarray  # [episodes], environment steps at the end of each training episode
     seconds: np.ndarray  # [episodes], of training until then
     returns: np.ndarray  # [episodes], raw
@@ -80,6 +99,55 @@ def read_json(path: Path) -> dict:
     return content if isinstance(content, dict) else {}
 
 
+def provenance(words: list[str], environment: Mapping[str, str] = os.environ) -> dict:
+    """What a reader needs to believe or repeat a run, of a command that is about to start.
+
+    Commit and source are of its script, versions of its Python, {} if it names none; `processes`
+    those that torchrun's flags ask for, None if only torchrun knows. What is not known is None.
+    """
+
+    def said(*command: str) -> str | None:
+        with contextlib.suppress(OSError, ValueError):
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
+            return None if done.returncode else done.stdout.strip()
+
+    before = list(itertools.takewhile(lambda word: not word.endswith(".py"), words))
+    source = Path(words[len(before)]).resolve() if len(before) < len(words) else None
+    git = "git", "--no-optional-locks", "-C", str(source.parent if source else os.devnull)
+    changed = said(*git, "status", "--porcelain")
+    cpu, versions, gpus = platform.processor(), {}, None
+    with contextlib.suppress(OSError, IndexError):
+        cpu = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[0]
+    for word in before:
+        if re.fullmatch(r"python[\d.]*", Path(word).name):
+            versions = json.loads((said(word, "-c", VERSIONS) or "{}").splitlines()[-1])
+    shown = environment.get("CUDA_VISIBLE_DEVICES")
+    if shown not in ("", "-1"):
+        query = "nvidia-smi", "--query-gpu=name", "--format=csv,noheader"
+        gpus = (shown and said(*query, f"--id={shown}")) or said(*query)  # parts have no such id
+    sizes = re.findall(r"--(?:nproc[-_]per[-_]node|nnodes)[= ](\S+)", " ".join(before))
+    gpu = ", ".join(gpus.splitlines()) if gpus else None
+    return {
+        "versions": versions,
+        "git_commit": said(*git, "rev-parse", "HEAD"),
+        "git_dirty": None if changed is None else bool(changed),
+        "source_sha256": hashlib.sha256(source.read_bytes()).hexdigest() if source else None,
+        "hardware": {"cpu": cpu, "cores": os.cpu_count(), "gpu": gpu},
+        "processes": math.prod(map(int, sizes)) if all(map(str.isdigit, sizes)) else None,
+    }
+
+
+def told(info: dict, job: dict) -> dict:
+    """What run.json says and, where it is silent, what `run` recorded when the run began."""
+    first, *later = job.get("starts") or [{}]
+    more = {name: value for name, value in first.items() if name not in info}
+    if isinstance(info.get("versions"), dict) and first:
+        more["versions"] = first["versions"] | info["versions"]
+    if later:  # starts of what was cut off, with another source, hardware or versions
+        more["resumed_with"] = later
+    return info | more
+
+
 def make_run(info: dict, text: str, job: dict, where: Path) -> Run:
     """A run from its run.json, the text of its episodes.csv, its job.json ({} without one)."""
     try:
@@ -88,6 +156,7 @@ def make_run(info: dict, text: str, job: dict, where: Path) -> Run:
         raise SystemExit(f"{where}: not a table of episodes: {error}") from None
     reason = job.get("reason", "")
     try:
+        info = told(info, job)
         args = info.get("args") or {}
         return Run(
             env_id=str(job.get("env_id") or args.get("env_id") or "unknown"),
@@ -171,9 +240,9 @@ def committed(job: dict, results: Path) -> Path:
 
 
 def commit(run_folder: Path, job: dict, evaluation: list[float], results: Path) -> Path:
-    """Write a run's table, seconds whole and returns to two places, and its run.json, with command
-    and evaluation, into `results`; the path of the latter."""
-    info = read_json(run_folder / "run.json")
+    """Write a run's table, seconds whole and returns to two places, and its run.json, with what
+    `run` knows of it, into `results`; the path of the latter."""
+    info = told(read_json(run_folder / "run.json"), job)
     table = read_table((run_folder / "episodes.csv").read_text())
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")

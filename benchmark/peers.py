@@ -12,9 +12,9 @@ does nothing else. Both leave a run.json with the number of environment steps, a
 import importlib
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -41,7 +41,7 @@ def clipped(module, args):
         return module, args
     from gymnasium.spaces import Box
 
-    continuous = isinstance(module.build_env(args.env_id).action_space, Box)
+    continuous = isinstance(module.make_env(args.env_id).action_space, Box)
     script = "ppo_continuous_action" if continuous else "ppo"
     flags = [*CLEANRL[script].split(), "--env-id", args.env_id, "--seed", str(args.seed)]
     flags += ["--total-timesteps", str(args.total_timesteps)]
@@ -49,42 +49,35 @@ def clipped(module, args):
     return parse(script, [*flags, "--num-threads", str(args.num_threads)])
 
 
-def threads(module, args) -> tuple[int, int]:
-    """CPU threads of torch, and of EnvPool's Atari."""
-    if not hasattr(args, "bf16"):
-        return args.num_threads, 0
-    return args.num_threads or module.cores(), args.env_threads or min(
-        module.cores(), args.num_envs
-    )
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def backend(args) -> str:
+    """Who steps the script's environments: EnvPool those of Atari."""
+    return "envpool" if hasattr(args, "bf16") else getattr(args, "env_backend", "gymnasium")
 
 
 def pool(module, args):
-    """The script's EnvPool."""
-    if hasattr(args, "bf16"):
-        return module.Envs(args, slice(None), threads=threads(module, args)[1]).vector
-    args = SimpleNamespace(**{"env_threads": 0} | vars(args))
-    return parse("ppo_continuous_action", [])[0].make_envpool(args, 0)
+    """The Atari script's EnvPool."""
+    threads = args.env_threads or min(cores(), args.num_envs)
+    return module.Envs(args, slice(None), threads=threads).vector
 
 
 # --- Stable-Baselines3 ----------------------------------------------------------------------------
 
 
-def sb3_pool(envs, num_envs: int, rescale: bool):
-    """EnvPool as SB3 wants it: an ended episode's next one begins in the same step. With `rescale`,
-    actions of -1 ... 1 span the box."""
-    from gymnasium.spaces import Box
+def sb3_pool(envs, num_envs: int):
+    """EnvPool as SB3 wants it: an ended episode's next one begins in the same step."""
     from stable_baselines3.common.vec_env import VecEnv, VecMonitor
-
-    space = envs.action_space
-    rescale = rescale and space.is_bounded()
-    origin, unit = ((space.high + s * space.low) / 2 for s in (1, -1)) if rescale else (0, 1)
 
     class Pool(VecEnv):
         def reset(self):
             return envs.reset()[0]
 
         def step_async(self, actions):
-            self.actions = (origin + unit * actions).astype(space.dtype)
+            self.actions = actions.astype(envs.action_space.dtype)
 
         def step_wait(self):
             obs, rewards, terminated, truncated, _ = envs.step(self.actions)
@@ -110,8 +103,7 @@ def sb3_pool(envs, num_envs: int, rescale: bool):
         def env_is_wrapped(self, wrapper, indices=None):
             return [False] * num_envs
 
-    actions = Box(-1.0, 1.0, space.shape, np.float32) if rescale else space
-    return VecMonitor(Pool(num_envs, envs.observation_space, actions))
+    return VecMonitor(Pool(num_envs, envs.observation_space, envs.action_space))
 
 
 def sb3_envs(module, args):
@@ -119,19 +111,16 @@ def sb3_envs(module, args):
     from stable_baselines3.common.monitor import Monitor
     from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecNormalize
 
-    rescale = getattr(args, "scale_actions", False)
-    if getattr(args, "env_backend", "envpool") == "envpool":
-        envs = sb3_pool(pool(module, args), args.num_envs, rescale)
-    else:
+    if backend(args) == "envpool":
+        return sb3_pool(pool(module, args), args.num_envs)
 
-        def make():
-            env = module.build_env(args.env_id)
-            if rescale and env.action_space.is_bounded():
-                env = gym.wrappers.RescaleAction(env, -1.0, 1.0)
-            return Monitor(env)
+    def make():
+        env = module.make_env(args.env_id)
+        if getattr(args, "scale_actions", False) and env.action_space.is_bounded():
+            env = gym.wrappers.RescaleAction(env, -1.0, 1.0)
+        return Monitor(env)
 
-        kind = SubprocVecEnv if args.env_backend == "async" else DummyVecEnv
-        envs = kind([make] * args.num_envs)
+    envs = (SubprocVecEnv if backend(args) == "async" else DummyVecEnv)([make] * args.num_envs)
     continuous = isinstance(envs.action_space, gym.spaces.Box)
     return VecNormalize(envs, gamma=args.gamma) if continuous else envs
 
@@ -141,7 +130,7 @@ def sb3_model(module, args):
     import torch
     from stable_baselines3 import PPO
 
-    torch.set_num_threads(threads(module, args)[0])
+    torch.set_num_threads(args.num_threads or cores())
     batch = args.num_envs * args.num_steps
     iterations = max(1, args.total_timesteps // batch)
 
@@ -192,17 +181,16 @@ def sb3(module, args) -> int:
 def bare(module, args) -> int:
     """Step with random actions; the environment steps done."""
     n = args.num_envs
-    backend = getattr(args, "env_backend", "envpool")
-    if backend == "gymnasium":
-        envs = [module.build_env(args.env_id) for _ in range(n)]
+    if backend(args) == "gymnasium":
+        envs = [module.make_env(args.env_id) for _ in range(n)]
         space = envs[0].action_space
     else:
-        vector = module.make_envs(args).vector if backend == "async" else pool(module, args)
+        vector = module.make_envs(args) if backend(args) == "async" else pool(module, args)
         space = getattr(vector, "single_action_space", vector.action_space)
     space.seed(args.seed)
     actions = [np.stack([space.sample() for _ in range(n)]) for _ in range(1000)]
     rounds = args.total_timesteps // n
-    if backend == "gymnasium":
+    if backend(args) == "gymnasium":
         for env in envs:
             env.reset(seed=args.seed)
         for k in range(rounds):

@@ -571,7 +571,8 @@ def write_csv(path: Path, rows: list[dict]):
 
 
 def run_row(run: data.Run) -> dict:
-    hardware = run.info.get("hardware", {})
+    hardware = run.info.get("hardware")
+    hardware = hardware if isinstance(hardware, dict) else {"cpu": hardware}
     seconds = run.info.get("wall_seconds") or (run.seconds[-1] if len(run.seconds) else np.nan)
     return {
         "env_id": run.env_id,

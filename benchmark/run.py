@@ -2,7 +2,9 @@
 
 Every job has a folder, runs-dir/<env>/<script>/<variant>-s<seed>:
 
-    job.json         the command, and how it ended
+    job.json         the command, how it ended, and in "starts" the source, commit, versions and
+                     hardware that it began with; after that those that it was resumed with, if
+                     any but the commit had changed
     run/             the script's own run folder
     log.txt          what the script said
     evaluation.json  returns of the final policy
@@ -14,6 +16,7 @@ tries again what failed, and waits for what another command, or a killed one, le
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -27,6 +30,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+from uuid import uuid4
 
 from benchmark import data
 
@@ -43,7 +47,7 @@ def fail(message: str):
 
 def write_json(path: Path, content: dict):
     """Whole or not at all."""
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_name(f"{path.name}.{uuid4().hex}")  # two commands may write it at once
     temporary.write_text(json.dumps(content, indent=2) + "\n")
     temporary.replace(path)
 
@@ -56,6 +60,17 @@ def tail(path: Path, lines: int = 6, size: int = 4000) -> list[str]:
         file.seek(max(0, path.stat().st_size - size))
         text = file.read().decode(errors="replace").replace("\r", "\n")
     return [line for line in text.splitlines() if line.strip()][-lines:]
+
+
+def last_word(path: Path) -> str:
+    """The last line of a log or, if it ends with a frame, as tyro's errors do, what that says up to
+    the first line across."""
+    lines = tail(path, 40, 20_000)
+    if lines and lines[-1].startswith("╰"):
+        top = max((i for i, line in enumerate(lines) if line.startswith("╭")), default=-1)
+        inside = itertools.takewhile(lambda line: "──" not in line, lines[top + 1 :])
+        return " ".join(line.strip("│ ") for line in inside)
+    return lines[-1].strip() if lines else ""
 
 
 def script_at(words: list[str]) -> int:
@@ -107,7 +122,8 @@ class Work:
             job = json.loads(path.read_text())
             if job["done"]:
                 return
-            write_json(path, job | {"reason": ""})
+            job["reason"] = ""
+            write_json(path, job)
             try:
                 reason = self.train(job)
                 if reason is None:
@@ -123,18 +139,31 @@ class Work:
             self.process.terminate()
         self.stopped = True
 
+    def environment(self) -> dict[str, str]:
+        """Of its programs."""
+        variables = {"OMP_NUM_THREADS": "1"} | os.environ | self.variables
+        return {name: value for name, value in variables.items() if value is not None}
+
+    def record(self, job: dict, words: list[str], resumed: bool):
+        """Note in job.json what the command is started with, or resumed with if that is another."""
+        now = data.provenance(executable(words), self.environment())
+        starts = job.get("starts", []) if resumed else []
+        same = ("source_sha256", "versions", "hardware")
+        if not starts or any(now[name] != starts[-1][name] for name in same):
+            starts = [*starts, now]
+        job["starts"] = starts
+        write_json(self.folder / "job.json", job)
+
     def start(self, words: list[str]) -> int:
         """Run a command to its end; its exit code. SIGTERM is handed on to it."""
         if self.stopped:
             return -signal.SIGTERM
-        variables = {"OMP_NUM_THREADS": "1"} | os.environ | self.variables
         with open(self.folder / "log.txt", "a") as log:
             log.write(f"$ {shlex.join(words)}\n")
             log.flush()
             self.process = subprocess.Popen(
                 executable(words), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env={name: value for name, value in variables.items() if value is not None},
-                start_new_session=True, pass_fds=[self.lock.fileno()],
+                env=self.environment(), start_new_session=True, pass_fds=[self.lock.fileno()],
             )  # fmt: skip
             if self.stopped:  # meanwhile
                 self.process.terminate()
@@ -145,10 +174,13 @@ class Work:
         words, run = shlex.split(job["command"]), self.folder / "run"
         if data.read_json(run / "run.json").get("status") == "finished":
             return None
-        if job["foreign"] or not (run / "checkpoint.pt").exists():
-            shutil.rmtree(run, ignore_errors=True)
+        resumed = not job["foreign"] and (run / "checkpoint.pt").exists()
+        if resumed:  # the id again, for an id that names a module: it says that its code may run
+            words = words[: script_at(words) + 1]
+            words += ["--resume", str(run), "--env-id", job["env_id"]]
         else:
-            words = [*words[: script_at(words) + 1], "--resume", str(run)]
+            shutil.rmtree(run, ignore_errors=True)
+        self.record(job, words, resumed)
         code = self.start(words)
         if code == 0 and data.read_json(run / "run.json").get("status") == "finished":
             return None
@@ -156,9 +188,9 @@ class Work:
             return ""
         if code == 0:
             return f"exit code 0, but {run / 'run.json'} does not say that it is finished"
-        said = tail(self.folder / "log.txt", 1)
+        said = last_word(self.folder / "log.txt")
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"{how}: {said[0].strip()}" if said else how
+        return f"{how}: {said}" if said else how
 
     def finish(self, job: dict) -> str | None:
         """Play and write the table; why this did not end well, None if it did."""
@@ -166,9 +198,10 @@ class Work:
         words, returns = shlex.split(job["command"]), []
         if job["eval_episodes"]:
             script = words[script_at(words)]
-            flags = ["--evaluate", str(self.folder / "run"), "--eval-episodes"]
+            flags = ["--evaluate", str(self.folder / "run"), "--env-id", job["env_id"]]
+            flags += ["--eval-episodes", str(job["eval_episodes"])]
             before = (self.folder / "log.txt").stat().st_size
-            code = self.start(["python", script, *flags, str(job["eval_episodes"])])
+            code = self.start(["python", script, *flags])
             if code:
                 return "" if code in STOPPED else f"its evaluation ended with exit code {code}"
             with open(self.folder / "log.txt", "rb") as log:

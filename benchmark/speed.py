@@ -7,14 +7,14 @@ shorter one took beyond its steps at that pace is the start. A program's first r
 empty torch compile cache, gives its cold start. CPU time is of all processes of a program.
 
 Steps are those asked for, or, where a program leaves a run.json (ours do), its `global_step`: our
-scripts round down to whole iterations. For others let --warmup-steps be a multiple of a batch.
+scripts round down to whole iterations. For others let --warmup-steps be a multiple of a batch. Exit
+code 2 means wrong arguments, too few steps for an iteration perhaps: more are tried.
 """
 
 import contextlib
 import csv
 import itertools
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -38,7 +38,6 @@ from benchmark.peers import SCRIPTS
 from benchmark.run import executable, tail
 
 HERE = Path(__file__).resolve().parent
-PACKAGES = ("torch", "gymnasium", "mujoco", "envpool", "numpy", "stable_baselines3")
 COLUMNS = ("program", "round", "run", "steps", "cpu_seconds", "wall_seconds", "peak_mb")
 
 
@@ -153,8 +152,9 @@ class Bench:
     def cache(self, name: str) -> Path:
         return self.folder / re.sub(r"\W", "_", name)
 
-    def run(self, program: Program, steps: int) -> Cost:
-        """Run to the end; exits with the end of its log if it fails."""
+    def run(self, program: Program, steps: int, refusable: bool = False) -> Cost:
+        """Run to the end; exits with the end of its log if it fails, unless it refuses so few steps
+        (exit code 2) and may: then it has done none."""
         threads = {f"{lib}_NUM_THREADS": str(self.threads) for lib in ("OMP", "OPENBLAS", "MKL")}
         cache = {"TORCHINDUCTOR_CACHE_DIR": str(self.cache(program.name))}
         path = {"PYTHONPATH": os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])}
@@ -190,7 +190,8 @@ class Bench:
                 watcher.join()
             end = tail(Path(folder, "log.txt"), 15)
             eager = "going on eagerly" in Path(folder, "log.txt").read_text(errors="replace")
-            if process.returncode or eager:
+            refused = refusable and process.returncode == 2
+            if (process.returncode or eager) and not refused:
                 how = "does not compile" if eager else f"ended with code {process.returncode}"
                 print(f"benchmark speed: {program.name} {how}:", *end, sep="\n", file=sys.stderr)
                 raise SystemExit(1)
@@ -200,14 +201,15 @@ class Bench:
         alone = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         memory = (peak[0] or alone) / 1e6
         cpu = usage.ru_utime + usage.ru_stime
-        return Cost(max(done, default=steps), cpu, wall, memory)
+        return Cost(0 if refused else max(done, default=steps), cpu, wall, memory)
 
     def start_cold(self, program: Program, warmup: int) -> tuple[Cost, int]:
         """A first run, with an empty cache, of the least number of steps not below `warmup` that is
         an iteration or more; that number."""
+        most = 64 * warmup
         while True:
             shutil.rmtree(self.cache(program.name), ignore_errors=True)
-            cost = self.run(program, warmup)
+            cost = self.run(program, warmup, refusable=warmup < most)
             if cost.steps:
                 return cost, warmup
             warmup *= 4
@@ -321,28 +323,21 @@ def report(summaries: dict[str, Summary], variants: list[str]):
     print(f"wall and CPU time more than 5 % apart: {apart} of {len(busy)} measurements")
 
 
+def commit(found: dict) -> str:
+    """Of data.provenance, in words; of a script in no repository the digest of its source."""
+    if not found["git_commit"]:
+        return f"none, sha256 of the source {found['source_sha256']}"
+    return found["git_commit"] + " and changes" * found["git_dirty"]
+
+
 def facts() -> dict[str, object]:
     """The machine, the versions, the commit."""
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=HERE, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    cpu = [platform.processor()]
-    with contextlib.suppress(OSError):
-        cpu = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) or cpu
-    found = {"cpu": cpu[0], "cores": os.cpu_count(), "python": platform.python_version()}
-    with contextlib.suppress(FileNotFoundError):  # no such GPU
-        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        listed = subprocess.run(command, capture_output=True, text=True).stdout
-        found["gpu"] = ", ".join(listed.splitlines())
-    for package in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    with contextlib.suppress(FileNotFoundError):  # no git
-        changed = " and changes" if git("status", "--porcelain") else ""
-        found["commit"] = git("rev-parse", "HEAD") + changed
-    return found | {"load average before": round(os.getloadavg()[0], 2)}
+    found = data.provenance([sys.executable, __file__])
+    told = found["hardware"] | found["versions"]
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        told["stable_baselines3"] = metadata.version("stable_baselines3")
+    told |= {"commit": commit(found), "load average before": round(os.getloadavg()[0], 2)}
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def write(path: Path, told: dict, columns: tuple[str, ...], rows: list[tuple]):
@@ -418,6 +413,9 @@ def speed(
         if folder.is_file():
             fail(f"--output {path}: {folder} is a file")
     told = facts() | {f"command of {p.name}": p.command for p in programs}
+    for p in programs:
+        if p.name not in kinds and any(word.endswith(".py") for word in p.words):
+            told[f"commit of {p.name}"] = commit(data.provenance(p.words))
     told |= {"threads": threads, "rounds": rounds}
     print(f"load average before: {told['load average before']}, {told['cores']} cores")
     rows, columns = [], (flag, *COLUMNS) if vary else COLUMNS

@@ -2,7 +2,7 @@
 
     STUDY/journal.log     optuna's storage; any number of processes and nodes may share it
     STUDY/trial-0007/     a trial: <env>-s<seed>/ and .log of each of its runs, and a lock
-    STUDY/trials.csv      all trials, written at the end
+    STUDY/trials.csv      all trials, written at the end, with the commit that each began with
 
 A trial's lock is held by the process that works on it and by the script it started. A trial that
 is begun and not locked was cut off: whoever comes next goes on with it and repeats no finished run.
@@ -259,6 +259,9 @@ class Search:
         for trial, held in self.claim(study):
             name, flags = f"trial {trial.number}", shlex.join(self.flags(trial.params))
             start = time.time()
+            if "start" not in trial.user_attrs:
+                words = executable(shlex.split(self.command))
+                trial.set_user_attr("start", data.provenance(words))
             try:
                 state, score, scores = self.work(trial, held)
             except Stopped:
@@ -280,7 +283,7 @@ class Search:
 def write(search: Search, trials: list):
     """trials.csv, whole or not at all."""
     names = [d.name for d in search.dimensions]
-    columns = ["trial", "state", "score", "seconds", *names, *search.scales]
+    columns = ["trial", "state", "score", "seconds", *names, *search.scales, "commit"]
     temporary = search.folder / f"trials.csv.{os.getpid()}"
     with open(temporary, "w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
@@ -290,7 +293,8 @@ def write(search: Search, trials: list):
             seconds = trial.duration and round(trial.duration.total_seconds(), 1)
             row = [trial.number, trial.state.name.lower(), trial.value, seconds]
             row += [trial.params.get(name, "") for name in names]
-            table.writerow(row + [mean(scores[e]) if e in scores else "" for e in search.scales])
+            row += [mean(scores[e]) if e in scores else "" for e in search.scales]
+            table.writerow([*row, trial.user_attrs.get("start", {}).get("git_commit")])
     temporary.replace(search.folder / "trials.csv")
 
 

@@ -1,19 +1,35 @@
 """`python -m benchmark run` with a toy script; slow: with real ones and on Slurm."""
 
+import hashlib
 import json
 import os
+import platform
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from program import ROOT, rows
 
 from benchmark import data
-from benchmark.run import Job, Local, Slurm, Work, gpus_here, locked, plan, tail
+from benchmark.report import run_row
+from benchmark.run import (
+    Job,
+    Local,
+    Slurm,
+    Work,
+    gpus_here,
+    last_word,
+    locked,
+    plan,
+    tail,
+    write_json,
+)
 
 # As our scripts are, from outside: a step a tick, a checkpoint after each, SIGTERM stops it.
 TOY = """
@@ -21,6 +37,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+env_id = flags["--env-id"]  # ours want it again for an id that names a module
 if "--evaluate" in flags:
     for k in range(int(flags["--eval-episodes"])):
         print(f"eval_episode={k}, episodic_return={k}.5")
@@ -29,6 +46,7 @@ folder = Path(flags.get("--resume") or flags["--run-dir"])
 saved = folder / "checkpoint.pt"
 if "--resume" in flags:
     flags, step = json.loads(saved.read_text())
+    assert flags["--env-id"] == env_id
 else:
     folder.mkdir(parents=True)  # fails if it is there
     step = 0
@@ -228,6 +246,26 @@ def test_wrong_arguments_are_not_tried_again(toy):
     assert (Path("runs/A-v0/picky/default-s2/log.txt").read_text()).count("no such game") == 3
 
 
+def test_what_a_frame_says_is_the_reason(toy):
+    log = Path("log.txt")
+    for text, told in (
+        ("", ""),
+        ("one\n two \n\n", "two"),
+        ("╭─ Value error ─╮\n│ --seed -1: not in │\n│ 0 ... 9 │\n│ ──── │\n│ help │\n╰────╯\n",
+         "--seed -1: not in 0 ... 9"),
+        ("│ the top is cut off │\n╰────╯", "the top is cut off"),
+    ):  # fmt: skip
+        log.write_text(text)
+        assert last_word(log) == told
+    Path("tyro_like.py").write_text(
+        "import tyro\n"
+        "def main(env_id: str, seed: int, run_dir: str, total: int): ...\n"
+        "tyro.cli(main)\n"
+    )
+    done = bench("python tyro_like.py --total many", num_seeds=1)
+    assert "failed: exit code 2: Error parsing --total" in done.stdout.replace("INT: ", "")
+
+
 def test_dry_run(toy):
     done = bench(dry_run=[], num_seeds=2, variant="fast")
     assert done.stdout.splitlines() == [
@@ -266,6 +304,119 @@ def test_only_what_says_finished_and_can_be_read_is_done(toy):
     assert "s2/run: not a table of episodes: the columns are step,score" in done.stdout
     done = bench("python half.py 1 {run_dir}", num_seeds=3)
     assert done.returncode == 2 and "{seed} is missing" in done.stderr
+
+
+def commit_all() -> str:
+    for words in (["init", "-q"], ["add", "toy.py"], ["commit", "-q", "-m", "Toy"]):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
+    return subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
+
+
+def test_what_a_run_began_with_is_recorded(toy):
+    """Of a script in a repository, whatever folder the harness is called from and imported from."""
+    commit, digest = commit_all(), hashlib.sha256(TOY.encode()).hexdigest()
+    Path(".git/info/exclude").write_text("*\n")
+    assert bench(num_seeds=1).returncode == 0
+    Path("toy.py").write_text(f"{TOY}\n# changed")
+    assert bench(num_seeds=2, results="kept").returncode == 0
+    first, second = (json.loads((folder_of(k) / "job.json").read_text())["starts"] for k in (1, 2))
+    assert len(first) == len(second) == 1
+    assert (first[0]["git_commit"], first[0]["git_dirty"]) == (commit, False)
+    assert (second[0]["git_commit"], second[0]["git_dirty"]) == (commit, True)
+    assert first[0]["source_sha256"] == digest != second[0]["source_sha256"]
+    assert first[0]["hardware"]["cores"] == os.cpu_count()
+    assert first[0]["versions"]["python"] == platform.python_version()
+    assert first[0]["versions"]["torch"] == metadata.version("torch")
+    assert first[0]["processes"] == 1
+    for folder in ("runs", "kept"):  # a report reads them under the names they always had
+        for run, starts in zip(data.find([Path(folder)]), (first, second), strict=True):
+            assert {name: run.info[name] for name in starts[0]} == starts[0]
+            assert "resumed_with" not in run.info
+            assert run_row(run)["commit"] == commit
+            assert run_row(run)["cpu"] == starts[0]["hardware"]["cpu"]
+
+
+def test_a_resumed_run_says_if_it_went_on_with_another_source(toy):
+    command = "python toy.py --total-timesteps 6 --bad-seed 1"
+    changes = ("", "\n# a comment", "\n# a comment", "\nimport os", "\nimport os")
+    for change in changes:
+        Path("toy.py").write_text(TOY + change)
+        assert bench(command, num_seeds=1, retries=0).returncode == 1
+    Path("toy.py").write_text(TOY.replace("--bad-seed", "--worse-seed"))
+    assert bench(command, num_seeds=1, results="kept").returncode == 0
+    starts = json.loads((folder_of(1) / "job.json").read_text())["starts"]
+    sources = [TOY, f"{TOY}\n# a comment", f"{TOY}\nimport os", Path("toy.py").read_text()]
+    digests = [hashlib.sha256(source.encode()).hexdigest() for source in sources]
+    assert [start["source_sha256"] for start in starts] == digests
+    for folder in ("runs", "kept"):
+        (run,) = data.find([Path(folder)])
+        assert run.info["source_sha256"] == digests[0]
+        assert run.info["resumed_with"] == starts[1:]
+    Path(folder_of(1), "run", "run.json").unlink()
+    Path(folder_of(1), "run", "checkpoint.pt").unlink()
+    write_json(folder_of(1) / "job.json", Job("", folder_of(1)).read() | {"done": False})
+    assert bench(command, num_seeds=1).returncode == 0  # begun anew: so is the list
+    assert len(json.loads((folder_of(1) / "job.json").read_text())["starts"]) == 1
+
+
+def test_what_a_program_says_of_itself_wins(toy):
+    Path("other.py").write_text(
+        "import json, os, sys\nseed, out = sys.argv[1:]\nos.makedirs(out)\n"
+        "open(f'{out}/episodes.csv', 'w').write('global_step,seconds,return,length\\n9,1,7,9\\n')\n"
+        "info = {'status': 'finished', 'git_commit': 'mine', 'hardware': 'a TPU'}\n"
+        "info |= {'versions': {'jax': '1', 'torch': 'own'}}\n"
+        "json.dump(info, open(f'{out}/run.json', 'w'))\n"
+    )
+    done = bench("python other.py {seed} {run_dir}", num_seeds=1, results="kept")
+    assert done.returncode == 0
+    for folder in ("runs", "kept"):
+        (run,) = data.find([Path(folder)])
+        assert (run.info["git_commit"], run.info["hardware"]) == ("mine", "a TPU")
+        versions = run.info["versions"]
+        assert (versions["jax"], versions["torch"]) == ("1", "own")
+        assert versions["numpy"] == metadata.version("numpy")
+        source = Path("other.py").read_bytes()
+        assert run.info["source_sha256"] == hashlib.sha256(source).hexdigest()
+        assert (run_row(run)["commit"], run_row(run)["cpu"]) == ("mine", "a TPU")
+
+
+TORCHRUN = ["python", "-m", "torch.distributed.run"]
+
+
+@pytest.mark.parametrize(
+    "words, processes",
+    [
+        (["python", "toy.py", "--nproc-per-node=9"], 1),  # the script's own
+        ([*TORCHRUN, "--standalone", "--nproc-per-node=2", "toy.py"], 2),
+        ([*TORCHRUN, "--nnodes", "2", "--nproc_per_node", "4", "toy.py"], 8),
+        ([*TORCHRUN, "--nproc-per-node=gpu", "toy.py"], None),
+        (["uv", "run", "toy.py"], 1),
+    ],
+)
+def test_processes_and_versions_of_a_command(toy, words, processes):
+    found = data.provenance(words)
+    assert found["processes"] == processes
+    assert bool(found["versions"]) == (words[0] == "python")  # uv's Python may have others
+    assert found["git_commit"] is found["git_dirty"] is None
+
+
+@pytest.mark.parametrize(
+    "visible, gpu",
+    [(None, "Z, Y"), ("1", "Y"), ("", None), ("-1", None), ("MIG-7", "Z, Y")],
+)
+def test_gpus_that_a_run_was_shown(toy, visible, gpu):
+    Path("nvidia-smi").write_text(
+        '#!/bin/sh\ncase "$*" in *--id=1*) echo Y;; *--id*) exit 6;; *) echo Z; echo Y;; esac\n'
+    )
+    Path("nvidia-smi").chmod(0o755)
+    environment = os.environ | {"PATH": f"{toy}:{os.environ['PATH']}"}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    code = "import sys; from benchmark import data; print(data.provenance(['toy.py'])['hardware'])"
+    told = subprocess.check_output(
+        [sys.executable, "-c", code], text=True, env=environment | {"PYTHONPATH": str(ROOT)}
+    )
+    assert f"'gpu': {gpu!r}" in told
 
 
 def test_more_is_asked_of_finished_runs(toy):
@@ -372,6 +523,19 @@ def test_two_harnesses_share_the_work(toy):
     assert len(lines("starts.txt")) == 3
 
 
+def test_many_commands_at_once_in_a_new_folder(toy):
+    """All make the same folders and write the same files at the same moment."""
+    command = "python toy.py --total-timesteps 3"
+    harnesses = [background(command, num_seeds=4, workers=2, eval_episodes=0) for _ in range(4)]
+    assert [harness.wait(120) for harness in harnesses] == [0] * 4, Path("out.txt").read_text()
+    check_whole([1, 2, 3, 4], 3)
+    assert not list(Path("runs").rglob("job.json?*"))
+    writes = [(Path("shared.json"), {"writer": k}) for k in range(400)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write_json, *zip(*writes, strict=True)))  # raises what any of them did
+    assert json.loads(Path("shared.json").read_text()).keys() == {"writer"}
+
+
 def test_step_and_tail_read_the_end_of_a_file(toy):
     table = folder_of(1) / "run" / "episodes.csv"
     table.parent.mkdir(parents=True)
@@ -412,6 +576,32 @@ def test_real_runs_cut_off_give_the_same_table(tmp_path, monkeypatch):
         assert one.returns.tolist() == other.returns.tolist()
         assert one.steps.tolist() == other.steps.tolist()
         assert one.evaluation.tolist() == other.evaluation.tolist()
+
+
+def test_an_id_that_names_a_module_is_resumed_and_played(tmp_path, monkeypatch):
+    """Ours run a module's code again only if they are told its id again."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(
+        "import gymnasium as gym\n"
+        "from gymnasium.envs.classic_control import PendulumEnv as env\n"
+        "gym.register('Mine-v0', env, max_episode_steps=50)\n"
+    )
+    command = f"python {ROOT / 'ppo_continuous_action.py'} --total-timesteps 1200 --num-steps 200 "
+    command += "--num-minibatches 4 --no-compile"
+    flags = {"env_ids": ["mine:Mine-v0"], "num_seeds": 1, "eval_episodes": 2}
+    monkeypatch.setitem(ENV, "PYTHONPATH", f"{ROOT}:{tmp_path}")
+    assert bench(command, **flags, results="kept").returncode == 0
+    folder = Path("runs/mine:Mine-v0/ppo_continuous_action/default-s1")
+    info = data.read_json(folder / "run" / "run.json")
+    (folder / "run" / "run.json").write_text(json.dumps(info | {"status": "running"}))
+    write_json(folder / "job.json", Job("", folder).read() | {"done": False})
+    assert bench(command, **flags).returncode == 0
+    assert "--resume" in (folder / "log.txt").read_text()
+    (run,), (kept,) = (data.find([Path(name)]) for name in ("runs", "kept"))
+    assert run.status == "finished" and len(run.evaluation) == 2
+    assert run.evaluation.tolist() == kept.evaluation.tolist()
+    assert kept.info["final_return"] == pytest.approx(kept.score("training"), abs=0.01)
+    assert kept.info["versions"]["mujoco"] == metadata.version("mujoco")
 
 
 CLUSTER = ROOT.parent / "shared" / "slurm" / "cluster"

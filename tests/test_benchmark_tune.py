@@ -1,6 +1,7 @@
 """benchmark tune: the search, and studies that are killed, shared or fail"""
 
 import csv
+import hashlib
 import json
 import os
 import re
@@ -159,6 +160,8 @@ def test_sigterm_leaves_a_study_that_continues():
     tune("python fake.py --sleep 30", **SETUP, trials=1)
     assert starts(0) == [f"Toy-v0-s{s} {how}" for s in (1, 2) for how in ("new", "resumed")]
     assert [row["state"] for row in rows()] == ["complete"]
+    digest = hashlib.sha256(FAKE.encode()).hexdigest()  # of what the trial began with, noted once
+    assert Path("study/journal.log").read_text().count(digest) == 1
 
 
 def test_two_processes_share_a_study():
