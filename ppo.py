@@ -32,6 +32,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -384,7 +385,7 @@ def minibatch_step(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, 
     vector = adam["parameters"].detach().requires_grad_()
     names, parameters = zip(*agent.named_parameters(), strict=True)
     parts = vector.split([p.numel() for p in parameters])
-    views = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
+    views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
     loss, metrics = ppo_loss(agent, dict(zip(names, views, strict=True)), minibatch, args)
     (grad,) = torch.autograd.grad(loss, vector)
     with torch.no_grad():
@@ -591,11 +592,13 @@ def compile_step(agent: Agent, args: Args):
         options["cpp.use_decompose_tanh"] = True
     for tensor in agent.adam.values() if args.cudagraphs else ():  # which change these in place
         torch._dynamo.mark_static_address(tensor, guard=False)
-    compiled = torch.compile(minibatch_step, fullgraph=True, options=options)
+    compiled, calls = torch.compile(minibatch_step, fullgraph=True, options=options), count()
 
     def step(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
-        torch._dynamo.mark_dynamic(rows, 0)
-        return compiled(agent, adam, batch, rows, learning_rate, args).clone()  # the next reuses it
+        if next(calls) == 0:  # what is compiled then serves any number of rows
+            torch._dynamo.mark_dynamic(rows, 0)
+        metrics = compiled(agent, adam, batch, rows, learning_rate, args)
+        return metrics.clone() if args.cudagraphs else metrics  # which the next graph overwrites
 
     return step
 

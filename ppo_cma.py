@@ -1,13 +1,12 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = [
-#     "torch>=2.7,<2.14", "gymnasium[mujoco]>=1.1,<2", "mujoco>=3.13,<4", "numpy", "tensorboard",
-#     "tqdm", "tyro>=0.9",
-# ]
+# dependencies = ["torch>=2.7,<2.14", "gymnasium[mujoco]>=1.1,<2", "mujoco>=3.13,<4", "numpy",
+#                 "tensorboard", "tqdm", "tyro>=1.0.17"]
 # ///
 """PPO-CMA: Proximal Policy Optimization with Covariance Matrix Adaptation, in one file.
 
-Hämäläinen, Babadi, Ma & Lehtinen, MLSP 2020, https://arxiv.org/abs/1810.02541. Each iteration:
+Hämäläinen, Babadi, Ma & Lehtinen 2020, https://arxiv.org/abs/1810.02541, as in the code that made
+the published curves (docs/ppo_cma.md: where the paper differs). Every iteration:
 
     1. play whole episodes with a ~ N(mu(s), var(s)) until N environment steps are reached
     2. fit the critic to Monte-Carlo returns; A = GAE(lambda) / std(A), never centred
@@ -15,50 +14,32 @@ Hämäläinen, Babadi, Ma & Lehtinen, MLSP 2020, https://arxiv.org/abs/1810.0254
     4. mean network:      min  -E  [ max(A, 0) log N(a | mu, var) ]      over this iteration
                                -E  [ max(-A, 0) k(a) log N(2 mu_old - a | mu, var) ]   (mirroring)
 
-The variance comes first and measures deviations from the mean not yet moved, so it grows along
-the direction of progress, as the rank-mu update of CMA-ES does; that is what prevents PPO's early
-loss of exploration. Mirroring makes a negative advantage at `a` a positive one on the other side.
+The variance comes first and measures deviations from the mean not yet moved, so it grows along the
+direction of progress, as in CMA-ES: that prevents PPO's early loss of exploration. Mirroring makes
+a negative advantage at `a` a positive one on the other side of the mean.
 
-    python ppo_cma.py --env-id Humanoid-v4                          # train (10M steps), CPU or GPU
+    python ppo_cma.py --env-id Humanoid-v4                          # train, 10M steps
     python ppo_cma.py --env-id Hopper-v4 --iter-steps 8000 --total-timesteps 1000000
     python ppo_cma.py --resume runs/RUN                             # go on where it stopped
-    python ppo_cma.py --evaluate runs/RUN --capture-video           # play with the mean action
+    python ppo_cma.py --evaluate runs/RUN --capture-video           # play the mean action
 
-Expect a training return of 4,000 to 4,800 on Humanoid-v4 after 5M steps, an hour or less on one
-CPU core (5,500 after 10M with `--anneal-lr`), and 900 to 2,800 on Hopper-v4 after 400,000, three
-minutes; seeds and tables: README.md.
-`--iter-steps` (N) is the parameter to tune: 4k for toys, 8k for planar robots, 32k for 3-D ones.
-
-Where the paper and its code differ, this follows the code that made the published curves (dense
-skip connections, the 1/2 in the log-density, a mirror kernel averaged over action dimensions). One
-difference: the value after an episode's last step is 0, whatever ended it; the critic sees time.
+Expect 4,000 to 4,800 on Humanoid-v4 after 5M steps, in an hour or less on one CPU core (README.md:
+others). Tune `--iter-steps` (N): 4k for toys, 8k for planar robots, 32k for 3-D ones.
 Left out on purpose: discrete or unbounded actions, gradient clipping, bootstrapping at time limits.
 """
 
-import contextlib
-import csv
-import dataclasses
-import difflib
-import hashlib
-import importlib.metadata
 import importlib.util
-import io
-import itertools
 import json
 import math
 import os
-import platform
-import re
-import shutil
+import shlex
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated
 
 import gymnasium as gym
 import numpy as np
@@ -66,124 +47,86 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+from tyro.conf import arg
 
 MODES = ("ppo-cma-m", "ppo-cma", "ppo", "pg", "pg-pos")
 
 
-def alias(*names: str):
-    return tyro.conf.arg(aliases=names)
-
-
 @dataclass
 class Args:
-    exp_name: str = Path(__file__).stem
-    """the name of this experiment"""
-    seed: int = 1
-    """seed of everything: networks, actions, minibatches and each episode's reset"""
-    torch_deterministic: bool = True
-    """if toggled, `torch.backends.cudnn.deterministic=True`"""
-    cuda: bool = True
-    """use a GPU if there is one (networks this small gain little from it)"""
-    num_threads: int = 1
-    """CPU threads for torch; more than one rarely pays for networks of this size"""
-    compile: bool = False
-    """compile the networks with torch.compile: same to rounding; on a CPU it does not pay"""
-    track: bool = False
-    """also log to Weights and Biases"""
-    wandb_project_name: str = "ppo"
-    """the wandb project's name"""
-    wandb_entity: str | None = None
-    """the entity (team) of the wandb project"""
-    capture_video: bool = False
-    """record the evaluation episodes (after training, or with --evaluate) into RUN/videos"""
-    render: bool = False
-    """show environment 0 in a window while training"""
-    verbose: bool = False
-    """has no effect: each iteration tells what it did"""
-    save_model: bool = False
-    """also save the weights alone, as RUN/{exp_name}.cleanrl_model"""
-    run_dir: Path | None = None
-    """the run's folder; default runs/{env_id}__{exp_name}__{seed}__{time}"""
-    run_suffix: str = ""
-    """appended to the default folder's name"""
-    resume: Path | None = None
-    """continue the run in this folder, with its own arguments"""
-    evaluate: Path | None = None
-    """play episodes with the mean action of the agent saved in this folder, and exit"""
-    eval_episodes: int = 10
-    """episodes played by --evaluate"""
-    checkpoint_interval: int = 10
-    """iterations between checkpoints"""
+    exp_name: Annotated[str, arg(aliases=["--run-suffix"])] = Path(__file__).stem  # in RUN's name
+    seed: int = 1  # of everything: networks, actions, minibatches and each episode's reset
+    torch_deterministic: bool = True  # torch.backends.cudnn.deterministic
+    cuda: bool = True  # use a GPU if there is one; networks this small gain little from it
+    num_threads: int = 1  # CPU threads of torch; more rarely pay for networks of this size
+    compile: bool = False  # compile the networks: same results to rounding; a CPU gains nothing
+    track: bool = False  # also log to Weights and Biases
+    wandb_project_name: str = "ppo"  # its project
+    wandb_entity: str | None = None  # its entity (team)
+    capture_video: bool = False  # record the evaluation, after training or with --evaluate
+    save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
+    run_dir: Path | None = None  # default runs/{env_id}__{exp_name}__{seed}__{time}
+    resume: Path | None = None  # go on with the run in this folder, with its own arguments
+    evaluate: Path | None = None  # play the run in this folder greedily, and exit
+    eval_episodes: int = 10  # episodes played by --evaluate
+    checkpoint_interval: int = 10  # iterations between checkpoints
 
-    # Algorithm specific arguments
-    env_id: Annotated[str, alias("--env-name")] = "Humanoid-v4"
-    """the environment: a gymnasium id with a finite Box of actions"""
-    env_backend: Literal["gymnasium", "envpool"] = "gymnasium"
-    """who steps the environments; envpool in threads, one a core (pip install envpool)"""
-    total_timesteps: Annotated[int, alias("--max-steps")] = 10_000_000
-    """environment steps of the whole run; the last iteration may overshoot"""
-    num_envs: int = 1
-    """environments played side by side; their whole episodes are pooled"""
-    action_repeat: int = 2
-    """environment steps for which an action is held; their rewards are summed"""
-    mode: Annotated[str, alias("-m")] = "ppo-cma-m"
-    """ppo-cma-m (with mirroring), ppo-cma, ppo, or the didactic pg and pg-pos"""
-    iter_steps: int = 32_000
-    """N: environment steps per iteration, rounded up to whole episodes"""
-    minibatch_size: Annotated[int, alias("--batch-size")] = 512
-    """M: decisions per minibatch, for every network"""
-    n_updates: int = 100
-    """minibatches per iteration, for each of critic, variance and mean"""
-    history_buffer_size: int = 9
-    """H: iterations whose samples train the variance"""
-    learning_rate: Annotated[float, alias("-lr")] = 5e-4
-    """Adam's, for every network"""
-    anneal_lr: bool = False
-    """lower the learning rate linearly to 0; the original's is constant"""
-    gamma: float = 0.99
-    """discount factor per decision"""
-    gae_lambda: float = 0.95
-    """lambda of the generalized advantage estimate"""
-    clip_coef: Annotated[float, alias("--ppo-epsilon")] = 0.2
-    """epsilon of the clipped surrogate, mode ppo only"""
-    ent_coef: Annotated[float, alias("--ppo-ent-l-w")] = 0.0
-    """weight of the entropy bonus, mode ppo only"""
-    num_iterations: int = 0
-    """has no effect: --total-timesteps and --iter-steps set it"""
+    # Algorithm
+    env_id: Annotated[str, arg(aliases=["--env-name"])] = "Humanoid-v4"  # with a finite action Box
+    total_timesteps: Annotated[int, arg(aliases=["--max-steps"])] = 10_000_000  # in whole episodes
+    num_envs: int = 1  # environments played side by side; their whole episodes are pooled
+    action_repeat: int = 2  # steps for which an action is held; their rewards are summed
+    mode: Annotated[str, arg(aliases=["-m"])] = "ppo-cma-m"  # or ppo-cma, ppo, pg, pg-pos
+    iter_steps: int = 32_000  # N: environment steps per iteration, rounded up to whole episodes
+    minibatch_size: Annotated[int, arg(aliases=["--batch-size"])] = 512  # M: in decisions
+    n_updates: int = 100  # minibatches per iteration, for each of critic, variance and mean
+    history_buffer_size: int = 9  # H: iterations whose samples train the variance
+    learning_rate: Annotated[float, arg(aliases=["-lr"])] = 5e-4  # Adam's, for every network
+    anneal_lr: bool = False  # lower the learning rate linearly; the original's is constant
+    gamma: float = 0.99  # discount factor, per decision
+    gae_lambda: float = 0.95  # lambda of the generalized advantage estimate
+    clip_coef: Annotated[float, arg(aliases=["--ppo-epsilon"])] = 0.2  # epsilon of mode ppo
+    ent_coef: Annotated[float, arg(aliases=["--ppo-ent-l-w"])] = 0.0  # entropy bonus of mode ppo
+    num_iterations: int = 0  # computed: total_timesteps / iter_steps, the most there can be
 
     def __post_init__(self):
+        """Compute what is computed; a ValueError, which tyro shows, for what can't be meant."""
         self.mode = self.mode.lower().replace("_", "-")  # the original's spelling, too
+        self.num_iterations = math.ceil(self.total_timesteps / max(self.iter_steps, 1))
+        low, high = {"seed": 0, "n_updates": 2}, {"gamma": 1, "gae_lambda": 1}
+        for name, value in vars(self).items():
+            least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
+            if type(value) in (int, float) and not least <= value <= most:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
+        if self.mode not in MODES:
+            raise ValueError(f"--mode {self.mode}: not one of {', '.join(MODES)}")
+        if Path(self.exp_name).name != self.exp_name:
+            raise ValueError(f"--exp-name {self.exp_name}: a path, not a name")
+        if self.resume and (self.run_dir or self.evaluate):
+            raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
-# What a resumed run may change; every other argument is the run's own.
-CHANGEABLE = {
-    "cuda", "num_threads", "compile", "track", "wandb_project_name", "wandb_entity", "render",
-    "capture_video", "save_model", "run_suffix", "run_dir", "resume", "evaluate", "eval_episodes",
-    "checkpoint_interval", "total_timesteps", "num_iterations",
-}  # fmt: skip
-# Fields that CleanRL computes, accepted for its command lines.
-NO_EFFECT = {
-    "num_iterations": "--total-timesteps and --iter-steps set it",
-    "verbose": "each iteration tells what it did",
-}
-# Arguments that need a package of their own.
-NEEDS = {"capture_video": "moviepy", "track": "wandb"}
-# The least and the greatest value; for others, integers start at 1, floats at 0.
-BOUNDS = {
-    "seed": (0, 2**63), "gamma": (0, 1), "gae_lambda": (0, 1), "learning_rate": (1e-9, 1),
-    "n_updates": (2, math.inf),  # the first sets the critic's biases
-}  # fmt: skip
+def parse_args(argv: list[str] | None = None) -> Args:
+    """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
 
+    def given(resume: Path | None = None, evaluate: Path | None = None, env_id: str = ""):
+        return resume or evaluate, env_id
 
-def check(args: Args):
-    """What the bounds of single arguments can't say."""
-    if args.mode not in MODES:
-        fail(f"--mode {args.mode}: choose one of {', '.join(MODES)}")
-    if args.render and sys.platform == "linux" and not os.environ.get("DISPLAY"):
-        fail("--render needs a display; --capture-video records without one")
+    (folder, env_id), _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
+    saved = load_checkpoint(folder)["args"] if folder else Args()
+    if ":" in saved.env_id and env_id != saved.env_id:
+        fail(f"{folder} runs a module's code; if you trust it, add --env-id {saved.env_id}")
+    args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
+    if args.resume and args.num_envs != saved.num_envs:
+        fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
+    needs = {"moviepy": args.capture_video, "wandb": args.track}
+    needs["shimmy"] = args.env_id.startswith("dm_control/")
+    for package, needed in needs.items():
+        if needed and importlib.util.find_spec(package) is None:
+            fail(f"{package} is not installed: pip install {package}")
+    return args
 
 
 def fail(message: str):
@@ -192,101 +135,31 @@ def fail(message: str):
     raise SystemExit(2)
 
 
-def parse_args(argv: list[str] | None = None) -> Args:
-    """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
-
-    def parse(default: Args) -> Args:
-        errors = io.StringIO()
-        try:
-            with contextlib.redirect_stderr(errors):
-                return tyro.cli(Args, args=argv, default=default, description=__doc__)
-        except SystemExit as end:
-            if not end.code:
-                raise
-        lines = [line.strip("│ ") for line in errors.getvalue().splitlines()]  # tyro's framed text
-        rule = next(i for i, line in enumerate(lines) if i and not line.strip("─╰╯"))
-        message = " ".join(lines[1:rule])
-        if message.startswith("Unrecognized"):
-            known = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(Args)]
-            words = [word.replace("_", "-") for word in re.findall(r"--[\w-]+", message)]
-            near = [m for word in words for m in difflib.get_close_matches(word, known, n=1)]
-            message += f" (near: {', '.join(near) or 'nothing'})"
-        fail(f"{message} (see --help)")
-
-    args = parse(Args())
-    if args.resume and args.evaluate:
-        fail("--resume continues training and --evaluate plays: give one of them")
-    if args.resume and args.run_dir:
-        fail("--resume goes on in its own folder; --run-dir is for a new run")
-    if args.resume or args.evaluate:
-        saved = asdict(Args(**load_checkpoint(args.resume or args.evaluate)["args"]))
-        args = parse(Args(**saved))
-        for name in () if args.evaluate else saved.keys() - CHANGEABLE:
-            if getattr(args, name) != saved[name]:
-                flag = f"--{name.replace('_', '-')}"
-                fail(f"{flag} is {saved[name]} in the run to resume, and can't change in mid-run")
-    for name, value in asdict(args).items():
-        low, high = BOUNDS.get(name, (int(type(value) is int and name not in NO_EFFECT), math.inf))
-        if type(value) in (int, float) and not (low <= value <= high and value < math.inf):
-            fail(f"--{name.replace('_', '-')} {value}: must lie between {low:g} and {high:g}")
-    for flag, module in NEEDS.items():
-        if getattr(args, flag) and importlib.util.find_spec(module) is None:
-            fail(f"--{flag.replace('_', '-')} needs {module}: pip install {module}")
-    given = [name for name in NO_EFFECT if getattr(args, name)]
-    if given:
-        lines = (f"--{name.replace('_', '-')} has no effect: {NO_EFFECT[name]}" for name in given)
-        print("; ".join(lines))
-    check(args)
-    return args
-
-
 # --- environments ---------------------------------------------------------------------------------
-
-
-def build_env(env_id: str, video_folder: Path | None = None, render: bool = False) -> gym.Env:
+def make_env(env_id: str, video_folder: Path | None = None) -> gym.Env:
     """A gymnasium environment with flat observations; one clear line if there is no such thing."""
     gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
-    if video_folder and sys.platform == "linux" and not os.environ.get("DISPLAY"):
+    if video_folder and not os.environ.get("DISPLAY"):
         os.environ.setdefault("MUJOCO_GL", "egl")
-    mode = "rgb_array" if video_folder else "human" if render else None
-    if env_id.startswith("dm_control/"):
-        if importlib.util.find_spec("shimmy") is None:
-            fail(f"--env-id {env_id} needs shimmy: pip install 'shimmy[dm-control]'")
-        import shimmy
-
-        gym.register_envs(shimmy)
+    more = {"render_mode": "rgb_array"} if video_folder else {}  # not every environment takes it
     try:
-        more = {"render_mode": mode} if mode else {}  # not every environment takes the argument
-        env = gym.make(env_id, disable_env_checker=True, **more)
-    except (gym.error.Error, ImportError) as error:
-        near = difflib.get_close_matches(env_id, gym.registry.keys() - {env_id}, n=3)
-        fail(f"--env-id {env_id}: {error} (near: {', '.join(near) or 'nothing'})")
+        module = "shimmy:" if env_id.startswith("dm_control/") else ""
+        env = gym.make(f"{module}{env_id}", disable_env_checker=True, **more)
+        space, actions = env.observation_space, env.action_space
+        if space.dtype == np.uint8 and len(space.shape) > 1:
+            raise NotImplementedError("pixels: see ppo_atari_multigpu.py")
+        flat = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1
+        if not (flat and np.isfinite(actions.high - actions.low).all()):
+            raise NotImplementedError(f"actions are {actions}, not a flat, finite Box: see ppo.py")
+        if not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1):
+            env = gym.wrappers.FlattenObservation(env)
+    except (gym.error.Error, ImportError, NotImplementedError) as error:
+        fail(f"--env-id {env_id}: {error} (Atari games: ppo_atari_multigpu.py)")
+    if video_folder and hasattr(env.unwrapped, "mujoco_renderer"):  # its own camera stays behind
+        env.unwrapped.mujoco_renderer.camera_id = 0 if env.unwrapped.model.ncam else -1
     if video_folder:
-        if hasattr(env.unwrapped, "mujoco_renderer"):  # gymnasium's own camera stays behind
-            import mujoco
-
-            camera = mujoco.mjtObj.mjOBJ_CAMERA
-            track = mujoco.mj_name2id(env.unwrapped.model, camera, "track")
-            env.unwrapped.mujoco_renderer.camera_id = track
-        env = gym.wrappers.RecordVideo(
-            env, str(video_folder), episode_trigger=lambda _: True, disable_logger=True
-        )
-    space = env.observation_space
-    flat = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
-    pixels = isinstance(space, gym.spaces.Box) and not flat and space.dtype == np.uint8
-    return env if flat or pixels else gym.wrappers.FlattenObservation(env)
-
-
-LONGEST_EPISODE = 100_000  # steps; where episodes are played to their end, more look endless
-
-
-def check_length(steps: int, env_id: str):
-    """Raise TimeoutError for an episode that does not seem to end."""
-    if steps > LONGEST_EPISODE:
-        raise TimeoutError(
-            f"{env_id}: an episode has not ended after {LONGEST_EPISODE:,} steps; register the "
-            "environment with max_episode_steps, or raise LONGEST_EPISODE"
-        )
+        env = gym.wrappers.RecordVideo(env, str(video_folder), lambda _: True, disable_logger=True)
+    return env
 
 
 def episode_seed(*key: int) -> int:
@@ -295,258 +168,102 @@ def episode_seed(*key: int) -> int:
 
 
 class Episodes(gym.Wrapper):
-    """Seeds every episode by (seed, environment, episode), and says where an environment fails."""
+    """Seeds every episode by (seed, environment, episode), and holds an action for some steps. The
+    next episode starts when it is asked for."""
 
-    def __init__(self, env: gym.Env, seed: int, index: int):
+    def __init__(self, env: gym.Env, args: Args, index: int):
         super().__init__(env)
-        self.key, self.shape = (seed, index), env.observation_space.shape
-        self.episode, self.steps = -1, 0
+        self.seed, self.index, self.episode, self.over = args.seed, index, -1, True
+        self.action_repeat, self.rewards = args.action_repeat, []
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None):
-        self.episode, self.steps = self.episode + 1, 0
-        self.reset_seed = episode_seed(*self.key, self.episode) if seed is None else seed
-        try:
-            obs, info = self.env.reset(seed=self.reset_seed, options=options)
-        except Exception as error:
-            raise RuntimeError(f"{error!r} {self.where()}") from error
-        self.check(obs)
-        return obs, info
+    def reset(self, **kwargs):
+        self.episode, self.over, self.rewards = self.episode + 1, False, []
+        self.obs, info = self.env.reset(seed=episode_seed(self.seed, self.index, self.episode))
+        return self.obs, info
 
-    def step(self, action):
-        self.steps += 1
-        try:
-            obs, reward, terminated, truncated, info = self.env.step(action)
-        except Exception as error:
-            raise RuntimeError(f"{error!r} {self.where()}") from error
-        self.check(obs, reward)
-        return obs, reward, terminated, truncated, info
-
-    def where(self) -> str:
-        """Which episode this is, how it was reset, and its step."""
-        place = f"environment {self.key[1]}, episode {self.episode} (seed {self.reset_seed})"
-        return f"in step {self.steps} of {place}"
-
-    def check(self, obs, reward: float = 0.0):
-        """Stop at what nothing can be learned from."""
-        if np.shape(obs) != self.shape:
-            raise ValueError(f"an observation {np.shape(obs)}, not {self.shape}, {self.where()}")
-        # one number is quicker to look at than all; that it is finite proves that they are
-        if not math.isfinite(np.dot(obs, obs)) and not np.isfinite(obs).all():
-            raise FloatingPointError(f"an observation is not finite {self.where()}")
-        if not math.isfinite(reward):
-            raise FloatingPointError(f"a reward is not finite {self.where()}")
-
-
-class GymnasiumEnvs:
-    """`num_envs` gymnasium environments, stepped one after the other in this process."""
-
-    seconds = 0.0  # spent in them so far
-
-    def __init__(self, args: Args, first: int = 0, video_folder: Path | None = None):
-        self.action_repeat = args.action_repeat
-        self.envs = [
-            Episodes(build_env(args.env_id, video_folder, args.render and i == 0), args.seed, i)
-            for i in range(args.num_envs)
-        ]
-        self.single_observation_space = self.envs[0].observation_space
-        self.single_action_space = self.envs[0].action_space
-
-    def reset(self, i: int, seed: int | None = None) -> np.ndarray:
-        """Start an episode in environment i; its first observation [D]."""
-        return self.envs[i].reset(seed=seed)[0].astype(np.float32)
-
-    def step(self, ids: np.ndarray, actions: np.ndarray):
-        """Hold actions [K, A] in the environments `ids` [K] for `action_repeat` steps or to the
-        episode's end. Returns observations [K, D], summed rewards, dones and steps taken [K]."""
-        results = [self.hold(self.envs[i], action) for i, action in zip(ids, actions, strict=True)]
-        obs, rewards, dones, steps = zip(*results, strict=True)
-        return np.array(obs, np.float32), np.array(rewards), np.array(dones), np.array(steps)
-
-    def hold(self, env: gym.Env, action: np.ndarray):
-        total, done, steps = 0.0, False, 0
-        while not done and steps < self.action_repeat:
-            obs, reward, terminated, truncated, _ = env.step(action)
-            done = terminated or truncated
-            total += reward
-            steps += 1
-        return obs, total, done, steps
-
-    def close(self):
-        for env in self.envs:
-            env.close()
-
-
-class EnvPoolEnvs:
-    """The same over EnvPool, where the environments `ids` step in parallel threads."""
-
-    seconds = 0.0  # spent in them so far
-
-    def __init__(self, args: Args, first: int = 0):
-        gym.logger.min_level = gym.logger.ERROR
-        try:
-            import envpool
-        except ImportError:
-            fail("--env-backend envpool: not installed; pip install envpool")
-        self.action_repeat = args.action_repeat
-        if first:
-            print("EnvPool's generators can't be restored: resuming with new episodes")
-        ids = envpool.list_all_envs()
-        if args.env_id not in ids:
-            near = difflib.get_close_matches(args.env_id, ids, n=3)
-            fail(f"--env-id {args.env_id}: EnvPool has no such id (near: {', '.join(near)})")
-        # EnvPool's Humanoid-v4 leaves the contact forces at 0 without post_constraint
-        more = {"post_constraint": True} if re.match("Humanoid.*-v4$", args.env_id) else {}
-        seeds = [episode_seed(args.seed, i, first) % 2**31 for i in range(args.num_envs)]
-        threads = min(args.num_envs, os.cpu_count())
-        more |= {"num_envs": args.num_envs, "batch_size": 1, "seed": seeds, "num_threads": threads}
-        self.pool = envpool.make(args.env_id, env_type="gymnasium", **more)
-        self.single_observation_space = self.pool.observation_space  # EnvPool's is the single one
-        self.single_action_space = self.pool.action_space
-
-    def reset(self, i: int, seed: int | None = None) -> np.ndarray:
-        """Start an episode in environment i, which goes on with the seed it was made with."""
-        return self.pool.reset(np.array([i]))[0][0].astype(np.float32)
-
-    def step(self, ids: np.ndarray, actions: np.ndarray):
-        obs = np.zeros((len(ids), *self.single_observation_space.shape), np.float32)
-        rewards, steps = np.zeros(len(ids)), np.zeros(len(ids), int)
-        dones = np.zeros(len(ids), bool)
+    def step(self, action: np.ndarray):
+        """Hold an action [A] for `action_repeat` steps or to the end; their rewards are summed."""
+        total = 0.0
         for _ in range(self.action_repeat):
-            on = np.flatnonzero(~dones)
-            if len(on):
-                self.pool.send(actions[on], ids[on])
-            for _ in on:
-                o, reward, terminated, truncated, info = self.pool.recv()  # in any order
-                k = np.searchsorted(ids, info["env_id"][0])
-                obs[k], dones[k] = o[0], terminated[0] or truncated[0]
-                rewards[k] += reward[0]
-                steps[k] += 1
-        return obs, rewards, dones, steps
-
-    def close(self):
-        self.pool.close()
-
-
-def make_envs(args: Args, first: int = 0):
-    """The environments of the chosen backend, for a run that starts at step `first`."""
-    envs = (EnvPoolEnvs if args.env_backend == "envpool" else GymnasiumEnvs)(args, first)
-    problem = unsupported(envs.single_observation_space, envs.single_action_space)
-    if problem:
-        fail(f"--env-id {args.env_id}: {problem}")
-    return envs
-
-
-def unsupported(obs_space: gym.Space, action_space: gym.Space) -> str | None:
-    """What keeps PPO-CMA from these spaces, in words, or None."""
-    box = gym.spaces.Box
-    if not (isinstance(obs_space, box) and len(obs_space.shape) == 1):
-        return f"observations are {obs_space}: PPO-CMA needs one flat Box"
-    if not (isinstance(action_space, box) and len(action_space.shape) == 1):
-        return f"actions are {action_space}: PPO-CMA needs continuous ones, a flat Box; see ppo.py"
-    if not (np.isfinite(action_space.low).all() and np.isfinite(action_space.high).all()):
-        return f"actions are {action_space}: PPO-CMA needs finite bounds; wrap in RescaleAction"
+            self.obs, reward, terminated, truncated, info = self.env.step(action.copy())
+            self.rewards.append(float(np.asarray(reward).item()))  # from any shape or type
+            total += self.rewards[-1]
+            self.over = bool(terminated or truncated)
+            if self.over:
+                break
+        if len(self.rewards) > 100_000 and not self.over:
+            raise TimeoutError("100,000 steps, no end: whole episodes need max_episode_steps")
+        return self.obs, total, bool(terminated), bool(truncated), info
 
 
 # --- agent ----------------------------------------------------------------------------------------
-
-
 class MLP(nn.Module):
     """Two layers of 128 leaky ReLUs and a linear output; each layer sees the input and every layer
     below it. The input's part in all three is one matrix product."""
 
-    def __init__(self, inputs: int, outputs: int, generator: torch.Generator, hidden: int = 128):
+    def __init__(self, inputs: int, outputs: int, generator: torch.Generator):
         super().__init__()
-        self.widths = (hidden, hidden, outputs)
-        self.from_input = nn.Linear(inputs, sum(self.widths))
-        self.from_first = nn.Linear(hidden, hidden, bias=False)
-        self.from_both = nn.Linear(2 * hidden, outputs, bias=False)
-        rows = [  # one per unit, over all that it sees, of unit length; biases 0 until `center`
-            F.normalize(torch.randn(width, inputs + below, generator=generator))
-            for width, below in zip(self.widths, (0, hidden, 2 * hidden), strict=True)
-        ]
-        with torch.no_grad():
-            self.from_input.weight.copy_(torch.cat([row[:, :inputs] for row in rows]))
-            self.from_input.bias.zero_()
-            self.from_first.weight.copy_(rows[1][:, inputs:])
-            self.from_both.weight.copy_(rows[2][:, inputs:])
+        self.widths = (128, 128, outputs)
+        sizes = [(width, inputs + 128 * k) for k, width in enumerate(self.widths)]  # a row a unit
+        rows = [F.normalize(torch.randn(size, generator=generator)) for size in sizes]
+        self.from_input = nn.Parameter(torch.cat([row[:, :inputs] for row in rows]))
+        self.bias = nn.Parameter(torch.zeros(sum(self.widths)))  # until `center`
+        self.from_first = nn.Parameter(rows[1][:, inputs:].contiguous())
+        self.from_both = nn.Parameter(rows[2][:, inputs:].contiguous())
 
-    def layers(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Pre-activations of the three layers, [..., width] each, at inputs x [..., inputs]."""
-        first, second, output = self.from_input(x).split(self.widths, dim=-1)
+    def forward(self, x: torch.Tensor, layer: int = 2) -> torch.Tensor:
+        """Outputs [..., outputs], or a layer's pre-activations, at inputs x [..., inputs]."""
+        first, second, output = F.linear(x, self.from_input, self.bias).split(self.widths, dim=-1)
         h1 = F.leaky_relu(first, 0.1)
-        second = second + self.from_first(h1)
+        second = second + F.linear(h1, self.from_first)
         h2 = F.leaky_relu(second, 0.1)
-        return first, second, output + self.from_both(torch.cat([h1, h2], dim=-1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)[-1]
+        output = output + F.linear(torch.cat([h1, h2], dim=-1), self.from_both)
+        return (first, second, output)[layer]
 
     @torch.no_grad()
     def center(self, x: torch.Tensor):
         """Set the biases so that every pre-activation has mean 0 over the batch x [B, inputs]."""
-        for k, bias in enumerate(self.from_input.bias.split(self.widths)):
-            bias -= self.layers(x)[k].mean(dim=0)
-
-
-class Batch(NamedTuple):
-    obs: torch.Tensor  # [B, D], raw
-    actions: torch.Tensor  # [B, A], clipped to the box
-    advantages: torch.Tensor  # [B]
+        for layer, bias in enumerate(self.bias.split(self.widths)):
+            bias -= self.forward(x, layer).mean(dim=0)
 
 
 class Agent(nn.Module):
-    """The networks, the observation scaler, the optimisers and the history: all that PPO-CMA is.
+    """Networks, observation scale, optimiser and history: all that is needed to act and to learn.
 
-    `envs` is anything with a gymnasium observation_space (one flat Box) and action_space (a flat,
-    finite Box), single or vectorised; one's own simulator will do. In one's own loop: `act`,
-    `memorize` each transition, `update_with_memorized` after at least one whole episode.
-    `initial_mean` and `initial_std` [A] default to the centre and half the range of the action box.
+    `envs` is anything with gymnasium's observation_space and action_space, single or vectorised.
+    In a loop of your own: `act`, `memorize` each transition, `update_with_memorized`.
     """
 
-    def __init__(
-        self, envs, args: Args | None = None, device="cpu", initial_mean=None, initial_std=None,
-        pretrain: bool = True,
-    ):  # fmt: skip
+    def __init__(self, envs, args: Args | None = None, pretrain: bool = True):
         super().__init__()
         self.args = args = args or Args()
-        obs_space = getattr(envs, "single_observation_space", None) or envs.observation_space
-        action_space = getattr(envs, "single_action_space", None) or envs.action_space
-        problem = unsupported(obs_space, action_space)
-        if problem:
-            raise ValueError(problem)
-        low, high = (torch.tensor(b).float() for b in (action_space.low, action_space.high))
-        mean = (low + high) / 2 if initial_mean is None else torch.as_tensor(initial_mean)
-        std = (high - low) / 2 if initial_std is None else torch.as_tensor(initial_std)
-        self.register_buffer("low", low)
-        self.register_buffer("high", high)
-        self.register_buffer("initial_mean", mean.float())
-        self.register_buffer("initial_std", std.float())
-        self.register_buffer("logvar_min", torch.full_like(low, 0.01).square().log())
-        self.register_buffer("logvar_max", (high - low).square().log())
-        self.register_buffer("obs_sq_mean", torch.zeros(obs_space.shape))
-        self.register_buffer("obs_scale", torch.ones(obs_space.shape))
-        self.updates = 0  # iterations learned so far
-
-        self.noise = np.random.default_rng(args.seed)  # of actions
+        single = "single_" if hasattr(envs, "single_action_space") else ""
+        (dim,) = getattr(envs, f"{single}observation_space").shape
+        box = getattr(envs, f"{single}action_space")
+        (actions,) = box.shape
+        if not box.is_bounded():
+            raise ValueError(f"actions are {box}: PPO-CMA needs finite bounds")
+        low, high = torch.tensor(box.low).float(), torch.tensor(box.high).float()
+        logvar_min, logvar_max = torch.full_like(low, 0.01**2).log(), (high - low).square().log()
+        buffers = {"low": low, "high": high, "logvar_min": logvar_min, "logvar_max": logvar_max}
+        buffers |= {"initial_mean": (low + high) / 2, "initial_std": (high - low) / 2}
+        buffers |= {"obs_sq_mean": torch.zeros(dim), "obs_scale": torch.ones(dim)}
+        buffers |= {"updates": torch.tensor(0)}  # iterations learned so far
+        for name, tensor in buffers.items():
+            self.register_buffer(name, tensor)
+        self.rng = np.random.default_rng(args.seed)  # of actions
         self.generator = torch.Generator().manual_seed(args.seed)  # of weights and minibatches
-        (dim,), (actions,) = obs_space.shape, action_space.shape
-        if args.mode.startswith("ppo-cma"):
-            self.mean_net = MLP(dim, actions, self.generator)
-            self.var_net = MLP(dim, actions, self.generator)
-        else:  # one network, its outputs shared out
-            self.mean_net = self.var_net = MLP(dim, 2 * actions, self.generator)
+        two = args.mode.startswith("ppo-cma")  # else one network, its outputs shared out
+        self.mean_net = MLP(dim, actions if two else 2 * actions, self.generator)
+        self.var_net = MLP(dim, actions, self.generator) if two else self.mean_net
         self.critic = MLP(dim + 1, 1, self.generator)
-        self.to(device)
-        self.optimizers = {
-            name: torch.optim.Adam(net.parameters(), lr=args.learning_rate, eps=1e-8, fused=True)
-            for name, net in self.named_children()
-        }
-        self.history: deque[Batch] = deque(maxlen=args.history_buffer_size)
+        # Adam leaves alone what a loss gives no gradient: it is one for each network
+        self.adam = torch.optim.Adam(self.parameters(), args.learning_rate, eps=1e-8, fused=True)
+        self.history = deque(maxlen=args.history_buffer_size)  # of (obs, actions, advantages)
         self.running: dict[int, list] = {}  # environment -> transitions of its unfinished episode
         self.memory: list[list] = []  # finished episodes
         if pretrain:
             pretrain_policy(self)
-        self.refresh_actor()
 
     def mean(self, obs: torch.Tensor) -> torch.Tensor:
         """mu [..., A] at raw observations [..., D]."""
@@ -558,94 +275,91 @@ class Agent(nn.Module):
         raw = self.var_net(obs * self.obs_scale)[..., -len(self.low) :]
         return self.logvar_min + (self.logvar_max - self.logvar_min) * torch.sigmoid(raw)
 
-    def policy(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """mu and log var [..., A] at raw observations [..., D]."""
-        return self.mean(obs), self.logvar(obs)
-
     def critic_input(self, obs: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """Scaled observation and time feature, decisions since the episode's start / 1000."""
-        time = time * (0.001 if self.args.gamma > 0 else 0.0)
+        time = 0.001 * time if self.args.gamma > 0 else 0.0 * time
         return torch.cat([obs * self.obs_scale, time.unsqueeze(-1)], dim=-1)
 
-    def get_value(self, obs: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """V [...] at raw observations [..., D], `time` [...] decisions into the episode."""
-        return self.critic(self.critic_input(obs, time)).squeeze(-1)
-
-    def get_action_and_value(self, obs: torch.Tensor, action=None, time=None):
+    def get_action_and_value(self, obs: torch.Tensor, action=None, time=0):
         """Action (sampled and clipped unless given), its log-density, the entropy, the value."""
-        mean, logvar = self.policy(obs)
-        normal = torch.distributions.Normal(mean, (0.5 * logvar).exp())
-        if action is None:
-            action = torch.clamp(normal.sample(), self.low, self.high)
-        value = self.get_value(obs, torch.zeros_like(obs[..., 0]) if time is None else time)
-        return action, normal.log_prob(action).sum(-1), normal.entropy().sum(-1), value
+        normal = torch.distributions.Normal(self.mean(obs), (0.5 * self.logvar(obs)).exp())
+        action = normal.sample().clamp(self.low, self.high) if action is None else action
+        value = self.critic(self.critic_input(obs, torch.zeros_like(obs[..., 0]) + time))
+        return action, normal.log_prob(action).sum(-1), normal.entropy().sum(-1), value.squeeze(-1)
 
     @torch.no_grad()
-    def refresh_actor(self):
-        """Copy the policy to numpy, where `act` runs several times faster on a few observations."""
-        nets = list(dict.fromkeys((self.mean_net, self.var_net)))  # two, or one for both
-        low = torch.cat([self.low, self.logvar_min])
-        high = torch.cat([self.high, self.logvar_max])
-        arrays = (
-            torch.cat([net.from_input.weight * self.obs_scale for net in nets]).T,
-            torch.cat([net.from_input.bias for net in nets]),
-            torch.stack([net.from_first.weight.T for net in nets]),
-            torch.stack([net.from_both.weight.T for net in nets]),
-            *((low + high) / 2, (high - low) / 2),
-            *(self.low, self.high, self.initial_mean, self.initial_std),
-        )
-        self.actor = [array.cpu().numpy().copy() for array in arrays]
+    def numpy_actor(self):
+        """The policy as it is now, as a function of raw observations [N, D] and noise [N, A]. Numpy
+        is several times faster than torch for the few observations of a step."""
+        nets = dict.fromkeys((self.mean_net, self.var_net))  # two, or one for both
+        weights = zip(*(net.parameters() for net in nets), strict=True)
+        from_input, bias, from_first, from_both = (torch.stack(each) for each in weights)
+        from_input = (from_input * self.obs_scale).flatten(0, 1).T  # one product for all networks
+        low, high = torch.cat([self.low, self.logvar_min]), torch.cat([self.high, self.logvar_max])
+        tensors = [from_input, bias.flatten(), from_first.mT, from_both.mT, (low + high) / 2]
+        tensors += [(high - low) / 2, self.low, self.high, self.initial_mean, self.initial_std]
+        arrays = [x.contiguous().cpu().numpy() for x in tensors]
+        from_input, bias, from_first, from_both, middle, half, low, high, *initial = arrays
+        learned = bool(self.updates)
 
-    def act(self, obs: np.ndarray, deterministic: bool = False) -> np.ndarray:
-        """Actions [A] or [K, A], clipped to the box, at raw observations [D] or [K, D]."""
-        from_input, bias, from_first, from_both, middle, half, low, high, mean, std = self.actor
-        obs = np.asarray(obs, np.float32)
-        if self.updates > 0:
-            nets, h, _ = from_first.shape
-            z = (obs @ from_input + bias).reshape(-1, nets, 1, len(bias) // nets)
-            h1 = z[..., :h]
-            h1 = np.maximum(h1, 0.1 * h1)  # leaky ReLU, [K, nets, 1, hidden]
-            h2 = z[..., h : 2 * h] + h1 @ from_first
-            h2 = np.maximum(h2, 0.1 * h2)
-            raw = z[..., 2 * h :] + np.concatenate((h1, h2), axis=-1) @ from_both
-            # the sigmoid between two bounds, as a tanh about their middle
-            policy = middle + half * np.tanh(0.5 * raw.reshape(*obs.shape[:-1], len(middle)))
-            mean, std = policy[..., : len(low)], np.exp(0.5 * policy[..., len(low) :])
-        else:  # the first iteration samples the initial Gaussian itself
-            mean = np.broadcast_to(mean, (*obs.shape[:-1], len(low)))
-        if deterministic:
-            return mean
-        noise = self.noise.standard_normal(mean.shape, np.float32)
-        return np.minimum(np.maximum(mean + std * noise, low), high)
+        def act(obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
+            if learned:
+                z = (obs @ from_input + bias).reshape(len(obs), len(nets), 1, -1)
+                h1 = np.maximum(z[..., :128], 0.1 * z[..., :128])  # leaky ReLU
+                h2 = z[..., 128:256] + h1 @ from_first
+                h2 = np.maximum(h2, 0.1 * h2)
+                raw = z[..., 256:] + np.concatenate((h1, h2), axis=-1) @ from_both
+                # the sigmoid between two bounds, as a tanh about their middle
+                policy = middle + half * np.tanh(0.5 * raw.reshape(len(obs), -1))
+                mean, std = policy[:, : len(low)], np.exp(0.5 * policy[:, len(low) :])
+            else:  # the first iteration samples the initial Gaussian itself
+                mean, std = np.tile(initial[0], (len(obs), 1)), initial[1]
+            return mean if noise is None else np.minimum(np.maximum(mean + std * noise, low), high)
+
+        return act
+
+    def act(self, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
+        """Actions [N, A] at raw observations [N, D]: the means or, given `noise(N)`, samples, which
+        are clipped to the box."""
+        return self.numpy_actor()(np.asarray(obs, np.float32), noise)
+
+    def noise(self, *shape: int) -> np.ndarray:
+        """Noise for `shape` actions."""
+        return self.rng.standard_normal((*shape, len(self.low)), np.float32)
 
     def memorize(self, obs: np.ndarray, action: np.ndarray, reward: float, done: bool, env=0):
         """Store a transition; `done` ends the episode of environment `env`, for any reason."""
-        transition = np.array(obs, np.float32), np.array(action, np.float32), float(reward)
-        self.running.setdefault(env, []).append(transition)
+        obs, action = np.array(obs, np.float32), np.array(action, np.float32)  # copies
+        self.running.setdefault(env, []).append((obs, action, float(np.asarray(reward).item())))
         if done:
             self.memory.append(self.running.pop(env))
 
     def update_with_memorized(self) -> dict[str, float]:
-        """Learn from the finished episodes and forget them; returns the iteration's metrics.
+        """Learn from the finished episodes, at least one, and forget them; returns the metrics. An
+        episode still running stays, and counts in the update after its end."""
+        episodes, self.memory = self.memory, []
+        transitions = [transition for episode in episodes for transition in episode]
+        obs, actions, rewards = zip(*transitions, strict=True)
+        lengths = [len(episode) for episode in episodes]
+        metrics = {"charts/mean_episodic_return": sum(rewards) / len(episodes)}
+        return metrics | update(self, *map(np.array, (obs, actions, rewards, lengths)))
 
-        An episode still running stays, and counts in the update after its end.
-        """
-        if not self.memory:
-            raise ValueError("no finished episode to learn from: memorize one with done=True")
-        returns = [sum(reward for _, _, reward in episode) for episode in self.memory]
-        lengths = [len(episode) for episode in self.memory]
-        obs, actions, rewards = zip(*itertools.chain.from_iterable(self.memory), strict=True)
-        self.memory.clear()
-        metrics = update(
-            self, np.array(obs), np.array(actions), np.array(rewards), np.array(lengths)
-        )
-        self.refresh_actor()
-        return {"charts/mean_episodic_return": float(np.mean(returns))} | metrics
+    def training_state(self) -> dict:
+        """What is needed to go on learning, but for what is memorized, for `torch.save`."""
+        state = {"agent": self.state_dict(), "adam": self.adam.state_dict()}
+        state |= {"history": list(self.history), "generator": self.generator.get_state()}
+        return state | {"rng": self.rng.bit_generator.state}
+
+    def load_training_state(self, state: dict):
+        self.load_state_dict(state["agent"])
+        self.adam.load_state_dict(state["adam"])
+        history = (tuple(x.to(self.low) for x in batch) for batch in state["history"])
+        self.history = deque(history, self.history.maxlen)
+        self.generator.set_state(state["generator"])
+        self.rng.bit_generator.state = state["rng"]
 
 
 # --- algorithm ------------------------------------------------------------------------------------
-
-
 def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float) -> np.ndarray:
     """Generalized advantage estimate (Schulman et al. 2016, eq. 16), numpy arrays over time.
 
@@ -698,78 +412,41 @@ def ppo_loss(actions, advantages, mean, logvar, log_density_old, clip_coef, ent_
     return -surrogate - ent_coef * 0.5 * logvar.sum(-1).mean()
 
 
-def pg_loss(actions, advantages, mean, logvar) -> torch.Tensor:
-    """Plain policy gradient, several steps a batch: what goes wrong without the two ideas."""
-    return -(advantages * log_density(actions, mean, logvar)).mean()
-
-
-def uniform_minibatches(size: int, args: Args, generator: torch.Generator) -> torch.Tensor:
-    """Indices [n_updates, min(M, size)] of samples, uniform with replacement."""
-    shape = (args.n_updates, min(args.minibatch_size, size))
-    return torch.randint(size, shape, generator=generator)
-
-
-def history_minibatches(sizes, batch: int, args: Args, generator: torch.Generator) -> torch.Tensor:
-    """Indices [n_updates, min(M, batch)] into the concatenated iterations of the given sizes: first
-    an iteration is drawn, then a sample of it, so that each weighs the same whatever its size."""
+def history_minibatches(sizes, shape, generator: torch.Generator) -> torch.Tensor:
+    """Indices of this shape into the concatenated iterations of the given sizes: first an iteration
+    is drawn, then a sample of it, so that each weighs the same whatever its size."""
     sizes = torch.tensor(sizes)
-    shape = (args.n_updates, min(args.minibatch_size, batch))
     slots = torch.randint(len(sizes), shape, generator=generator)
     within = torch.rand(shape, dtype=torch.float64, generator=generator) * sizes[slots]
     return (sizes.cumsum(0) - sizes)[slots] + within.long()
 
 
-def descend(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor:
-    """A step down the gradient of the loss; the gradient's norm, NaN if the loss is not finite.
-    From then on no step is taken: `found_inf` keeps a fused optimiser from it."""
-    optimizer.zero_grad()
-    loss.backward()
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    norm = nn.utils.get_total_norm(parameter.grad for parameter in parameters)
-    norm = torch.where(loss.isfinite(), norm, math.nan)
-    found = getattr(optimizer, "found_inf", torch.zeros_like(norm))
-    optimizer.found_inf = found.logical_or(~norm.isfinite()).float()
-    optimizer.step()
-    return norm
-
-
-def fit(name: str, optimizer: torch.optim.Optimizer, minibatches, loss_fn) -> float:
-    """One optimiser step per minibatch on `loss_fn(minibatch)`; the mean loss.
-
-    Raises FloatingPointError with the first loss or gradient that is not finite.
-    """
-    losses, norms = [], []
+def fit(name: str, adam: torch.optim.Adam, minibatches, loss_fn) -> dict[str, float]:
+    """One step of Adam per minibatch on `loss_fn(minibatch)`; the mean loss, as a metric."""
+    losses = []
     for minibatch in minibatches:
         loss = loss_fn(minibatch)
-        norms.append(descend(optimizer, loss))
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
         losses.append(loss.detach())
-    table = torch.stack([torch.stack(losses), torch.stack(norms)]).cpu()  # [2, minibatches]
-    if not table.isfinite().all():
-        first = int((~table.isfinite()).any(dim=0).nonzero()[0])
-        loss, norm = table[:, first].tolist()
-        raise FloatingPointError(
-            f"the {name} loss is {loss} in minibatch {first}, the norm of its gradient {norm}"
-        )
-    return table[0].mean().item()
+    return {f"losses/{name}_loss": torch.stack(losses).mean().item()}
 
 
 def pretrain_policy(agent: Agent):
     """Fit the policy to N(initial_mean, initial_std) at states from N(0, I), before any step."""
-    shape, device = (256, len(agent.obs_scale)), agent.low.device
-    batches = (torch.randn(shape, generator=agent.generator).to(device) for _ in range(2000))
+    shape = (256, len(agent.obs_scale))
+    batches = (torch.randn(shape, generator=agent.generator) for _ in range(2000))
     first = next(batches)
-    nets = list(dict.fromkeys((agent.mean_net, agent.var_net)))  # two, or one for both
-    for net in nets:
+    for net in {agent.mean_net, agent.var_net}:  # two, or one for both
         net.center(first)
 
-    def loss_fn(x):
-        mean, logvar = agent.policy(x)
-        std_error = (0.5 * logvar).exp() - agent.initial_std
-        return (mean - agent.initial_mean).square().mean() + std_error.square().mean()
+    def loss_fn(x: torch.Tensor) -> torch.Tensor:
+        std_error = (0.5 * agent.logvar(x)).exp() - agent.initial_std
+        return (agent.mean(x) - agent.initial_mean).square().mean() + std_error.square().mean()
 
-    parameters = [parameter for net in nets for parameter in net.parameters()]
-    adam = torch.optim.Adam(parameters, lr=agent.args.learning_rate, eps=1e-8, fused=True)
-    fit("pre-training", adam, batches, loss_fn)
+    adam = torch.optim.Adam(agent.parameters(), agent.args.learning_rate, eps=1e-8, fused=True)
+    fit("pretraining", adam, batches, loss_fn)
 
 
 def update_obs_scale(agent: Agent, obs: torch.Tensor):
@@ -782,562 +459,277 @@ def update_obs_scale(agent: Agent, obs: torch.Tensor):
 
 
 def update(agent: Agent, obs, actions, rewards, lengths) -> dict[str, float]:
-    """One iteration of learning: scaler, critic, advantages, variance, mean, in this order.
-
-    Whole episodes of `lengths` decisions, one after the other: obs [B, D] raw, actions [B, A],
-    rewards [B]. Raises FloatingPointError before anything is learned if the data are not finite,
-    and when a loss or a parameter is not.
-    """
-    args, device, total = agent.args, agent.low.device, len(rewards)
-    for name, array in (("an observation", obs), ("an action", actions), ("a reward", rewards)):
-        if not np.isfinite(array).all():
-            raise FloatingPointError(f"{name} is not finite")
-    ends = np.zeros(total)
-    ends[np.cumsum(lengths) - 1] = 1.0
-    time = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    obs, actions = torch.as_tensor(obs, device=device), torch.as_tensor(actions, device=device)
+    """One iteration of learning, from whole episodes of `lengths` decisions, one after the other:
+    obs [B, D] raw, actions [B, A], rewards [B]."""
+    args, device, cma = agent.args, agent.low.device, agent.args.mode.startswith("ppo-cma")
+    time = np.concatenate([np.arange(length) for length in lengths])
+    ends = np.append(time[1:] == 0, True)
+    obs, actions, time = (torch.as_tensor(x, device=device) for x in (obs, actions, time))
+    shape = (args.n_updates, min(args.minibatch_size, len(obs)))  # drawn with replacement
     update_obs_scale(agent, obs)
 
-    # Critic: L1 on Monte-Carlo returns, which are the GAE of V = 0 at lambda = 1
-    returns = gae(rewards, np.zeros(total + 1), ends, ends, args.gamma, 1.0)
-    targets = torch.as_tensor(returns, dtype=torch.float32, device=device)
-    minibatches = iter(uniform_minibatches(total, args, agent.generator).to(device))
+    # critic: L1 on Monte-Carlo returns, which are the GAE of V = 0 at lambda = 1
+    returns = gae(rewards, np.zeros(len(obs) + 1), ends, ends, args.gamma, 1.0)
+    targets, inputs = torch.tensor(returns).to(obs)[:, None], agent.critic_input(obs, time)
+    minibatches = torch.randint(len(obs), shape, generator=agent.generator).to(device)
     if agent.updates == 1:  # the first minibatch ever sets the biases instead
-        i = next(minibatches)
-        agent.critic.center(agent.critic_input(obs[i], time[i]))
-    value_loss = fit(
-        "value", agent.optimizers["critic"], minibatches,
-        lambda i: (agent.get_value(obs[i], time[i]) - targets[i]).abs().mean(),
-    )  # fmt: skip
+        agent.critic.center(inputs[minibatches[0]])
+        minibatches = minibatches[1:]
+    metrics = fit(
+        "value", agent.adam, minibatches, lambda i: F.l1_loss(agent.critic(inputs[i]), targets[i])
+    )
 
-    # Advantages with the new critic; the value after an episode's last step is 0
+    # advantages by the new critic; the value after an episode's last step is 0
     with torch.no_grad():
-        values = agent.get_value(obs, time).cpu().double().numpy()
+        values = agent.critic(inputs).squeeze(-1).cpu().double().numpy()
         mean_old = agent.mean(obs)
     raw_advantages = gae(rewards, np.append(values, 0.0), ends, ends, args.gamma, args.gae_lambda)
-    advantages = normalize_advantages(raw_advantages, args.mode)
-    advantages = torch.as_tensor(advantages, dtype=torch.float32, device=device)
-    losses = {"losses/value_loss": value_loss}
+    advantages = torch.tensor(normalize_advantages(raw_advantages, args.mode)).to(obs)
 
-    if args.mode.startswith("ppo-cma"):
-        # Variance first, from the history, about the mean that has not moved yet
-        agent.history.append(Batch(obs, actions, advantages))
-        past = Batch(*(torch.cat(field) for field in zip(*agent.history, strict=True)))
-        sizes = [len(batch.obs) for batch in agent.history]
-        losses["losses/variance_loss"] = fit(
-            "variance", agent.optimizers["var_net"],
-            history_minibatches(sizes, total, args, agent.generator).to(device),
-            lambda i: variance_loss(
-                past.actions[i], past.advantages[i], *agent.policy(past.obs[i])
-            ),
-        )  # fmt: skip
-        # Then the mean, from this iteration, with the variance just learned
-        with torch.no_grad():
-            logvar = agent.logvar(obs)
-        mirror = args.mode == "ppo-cma-m"
+    if cma:  # variance first, from the history, about the mean that has not moved yet
+        agent.history.append((obs, actions, advantages))
+        past_obs, *past = (torch.cat(tensors) for tensors in zip(*agent.history, strict=True))
+        sizes = [len(advantages) for _, _, advantages in agent.history]
+        minibatches = history_minibatches(sizes, shape, agent.generator).to(device)
 
-        def policy_loss(i: torch.Tensor) -> torch.Tensor:
-            mean = agent.mean(obs[i])
-            return mean_loss(actions[i], advantages[i], mean, logvar[i], mean_old[i], mirror)
+        def past_loss(i: torch.Tensor) -> torch.Tensor:
+            policy = agent.mean(past_obs[i]), agent.logvar(past_obs[i])
+            return variance_loss(*(x[i] for x in past), *policy)
 
-    elif args.mode == "ppo":
-        with torch.no_grad():
-            logvar = agent.logvar(obs)
-            old = log_density(actions, mean_old, logvar)
+        metrics |= fit("variance", agent.adam, minibatches, past_loss)
+    with torch.no_grad():
+        logvar = agent.logvar(obs)
+        density_old = log_density(actions, mean_old, logvar)
 
-        def policy_loss(i: torch.Tensor) -> torch.Tensor:
-            policy = agent.policy(obs[i])
-            return ppo_loss(
-                actions[i], advantages[i], *policy, old[i], args.clip_coef, args.ent_coef
-            )
+    # then the mean, from this iteration, with the variance just learned; or else mean and variance
+    def policy_loss(i: torch.Tensor) -> torch.Tensor:
+        a, advantage, mean = actions[i], advantages[i], agent.mean(obs[i])
+        if cma:
+            return mean_loss(a, advantage, mean, logvar[i], mean_old[i], args.mode == "ppo-cma-m")
+        policy = mean, agent.logvar(obs[i])
+        if args.mode == "ppo":
+            return ppo_loss(a, advantage, *policy, density_old[i], args.clip_coef, args.ent_coef)
+        return -(advantage * log_density(a, *policy)).mean()  # pg, pg-pos
 
-    else:
-        logvar = agent.logvar(obs).detach()
-
-        def policy_loss(i: torch.Tensor) -> torch.Tensor:
-            return pg_loss(actions[i], advantages[i], *agent.policy(obs[i]))
-
-    minibatches = uniform_minibatches(total, args, agent.generator).to(device)
-    optimizer = agent.optimizers["mean_net"]
-    losses["losses/policy_loss"] = fit("policy", optimizer, minibatches, policy_loss)
-    if not all(parameter.isfinite().all() for parameter in agent.parameters()):
-        raise FloatingPointError("a parameter is not finite")
-    entropy = 0.5 * (logvar + math.log(2 * math.pi * math.e)).sum(-1).mean()
-    return losses | {
-        "losses/entropy": entropy.item(),
-        "losses/explained_variance": 1.0 - np.var(returns - values) / (np.var(returns) or np.nan),
-        "charts/policy_std": (0.5 * logvar).exp().mean().item(),
-        "charts/positive_advantages": float((raw_advantages > 0).mean()),
-        "charts/history_length": len(agent.history),
-    }
+    minibatches = torch.randint(len(obs), shape, generator=agent.generator).to(device)
+    metrics |= fit("policy", agent.adam, minibatches, policy_loss)
+    unexplained = np.var(returns - values) / max(np.var(returns), 1e-12)
+    entropy = 0.5 * (logvar + math.log(2.0 * math.pi * math.e)).sum(-1).mean()
+    metrics |= {"losses/entropy": entropy.item(), "losses/explained_variance": 1.0 - unexplained}
+    metrics["charts/policy_std"] = (0.5 * logvar).exp().mean().item()
+    return metrics | {"charts/positive_advantages": np.mean(raw_advantages > 0)}
 
 
 # --- rollout --------------------------------------------------------------------------------------
-
-
-def rollout(agent: Agent, envs, run: "Run", args: Args):
-    """Play whole episodes until they make N environment steps, and memorize them.
-
-    New episodes start until N is reached; then the running ones play to their end. Cutting them off
-    instead, or taking the first to finish, would favour short episodes.
-    """
-    ids, budget = np.arange(args.num_envs), args.iter_steps
-    obs = np.stack([envs.reset(i) for i in ids])  # [K, D]
-    returns, lengths = [0.0] * args.num_envs, [0] * args.num_envs
-    while len(ids):
-        actions = agent.act(obs)  # [K, A]
-        obs_before = obs
-        start = time.perf_counter()
-        obs, rewards, dones, steps = envs.step(ids, actions)
-        envs.seconds += time.perf_counter() - start
-        total = int(steps.sum())
-        run.global_step += total
-        budget -= total
-        for k, i in enumerate(ids):
-            agent.memorize(obs_before[k], actions[k], rewards[k], dones[k], env=i)
-            returns[i] += rewards[k]
-            lengths[i] += steps[k]
-            check_length(lengths[i], args.env_id)
-            if dones[k]:
-                run.log_episode(run.global_step, returns[i], lengths[i])
-                returns[i], lengths[i] = 0.0, 0
-                if budget > 0:
-                    obs[k] = envs.reset(i)
-        if budget <= 0:
-            ids, obs = ids[~dones], obs[~dones]
+def rollout(agent: Agent, envs: list[Episodes], run: "Run", args: Args):
+    """Play whole episodes until they make N environment steps, and memorize them. New ones start
+    until N is reached; then the running ones play to their end. Cutting them off instead, or taking
+    the first to finish, would favour short episodes."""
+    act, last, playing = agent.numpy_actor(), run.global_step + args.iter_steps, envs
+    while playing:
+        for env in playing:
+            if env.over:
+                env.reset()
+        obs = np.array([env.obs for env in playing], np.float32)  # [K, D]
+        actions = act(obs, agent.noise(len(playing)))  # [K, A]
+        for k, env in enumerate(playing):
+            run.global_step -= len(env.rewards)
+            _, reward, *_ = env.step(actions[k])
+            run.global_step += len(env.rewards)
+            agent.memorize(obs[k], actions[k], reward, env.over, env.index)
+        for env in playing:
+            if env.over:
+                run.log_episode(run.global_step, math.fsum(env.rewards), len(env.rewards))
+        playing = [env for env in playing if run.global_step < last or not env.over]
 
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
-
-
 class Run:
-    """A run's folder and counters. Logs go on where the checkpoint left them, with no row twice."""
+    """A run's folder, its logs and its counters."""
 
-    def __init__(self, args: Args, name: str, checkpoint: dict | None = None):
-        self.args, self.name, state = args, name, checkpoint or {}
+    def __init__(self, args: Args, checkpoint: dict):
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
         self.folder = args.resume or args.run_dir or Path("runs") / name
-        self.global_step = state.get("global_step", 0)
-        self.iteration = state.get("iteration", 0)
-        self.first_step, self.start = self.global_step, time.time()
-        self.seconds_before = state.get("seconds", 0.0)
-        self.lines: list[str] = []  # for standard output, at the end of the iteration
-        self.shares: dict[str, float] = {}  # of time, in the last iteration
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if not checkpoint and self.is_taken():
-                fail(f"--run-dir {self.folder}: not empty; --resume {self.folder} continues a run")
-            self.open_logs(state.get("logs", {}))
-            self.write_json("running")
-        except OSError as error:
-            fail(f"{self.folder}: {error.strerror or error}; choose a folder to write to")
-        self.bar = tqdm(
-            total=args.total_timesteps, initial=self.global_step, unit="step", unit_scale=True,
-            disable=None, dynamic_ncols=True, leave=False,
-        )  # fmt: skip
+        if not args.resume and (self.folder / "checkpoint.pt").exists():
+            fail(f"a run is there: --resume {self.folder} goes on with it")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if args.track:
+            import wandb  # before the writer, which it follows
 
-    def is_taken(self) -> bool:
-        """Whether the folder holds more than a run leaves that died before its first checkpoint."""
-        names, table = {path.name for path in self.folder.iterdir()}, self.folder / "episodes.csv"
-        if table.is_file() and len(table.read_bytes().splitlines()) < 2:
-            names -= {path.name for path in self.logs()}
-            names -= {"run.json", "run.json.tmp", "checkpoint.pt.tmp"}
-        return bool(names)
-
-    def open_logs(self, sizes: dict[str, int]):
-        """Open the logs, which no other process may, as they were at the checkpoint: `sizes`."""
-        self.csv_file = (self.folder / "episodes.csv").open("a", buffering=1, newline="")
-        with contextlib.suppress(ImportError):  # on Windows
-            import fcntl
-
-            try:
-                fcntl.flock(self.csv_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                fail(f"{self.folder}: another process is training there")
-            except OSError as error:
-                print(f"{self.folder}: no locks ({error.strerror}); train there once at a time")
-        found = {path.name: path for path in self.logs() if path.stat().st_size}
-        for name, size in sizes.items():
-            if size and name not in found:
-                print(f"{self.folder / name}: gone since the checkpoint, and going on without")
-            elif size and found[name].stat().st_size < size:
-                fail(f"{found[name]}: cut off since the checkpoint; put it back, or delete it")
-        for name, path in found.items():
-            if name in sizes or path.suffix == ".csv":  # which is open
-                os.truncate(path, sizes.get(name, 0))
-            else:
-                path.unlink()
-        self.writer = SummaryWriter(str(self.folder))
-        self.csv = csv.writer(self.csv_file, lineterminator="\n")
-        if "episodes.csv" not in found.keys() & sizes.keys():
-            self.csv.writerow(["global_step", "seconds", "return", "length"])
-        if not sizes:
-            rows = "".join(f"\n|{name}|{value}|" for name, value in asdict(self.args).items())
-            self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|{rows}")
-
-    def logs(self) -> list[Path]:
-        return [*self.folder.glob("events.out.tfevents.*"), *self.folder.glob("episodes.csv")]
+            more = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **more)
+        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
+        self.global_step = checkpoint.get("global_step", 0)
+        self.iteration = checkpoint.get("iteration", 0)
+        self.start = time.monotonic() - checkpoint.get("seconds", 0.0)
+        # what was logged after the checkpoint goes: it will be logged again
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
+        self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
+        self.csv.truncate(self.csv.seek(min(checkpoint.get("csv_size", 0), self.csv.tell())))
+        if self.csv.tell() == 0:
+            self.csv.write("global_step,seconds,return,length\n")
+        more = {"unit": "step", "unit_scale": True, "disable": None, "leave": False}
+        self.bar = tqdm(total=args.total_timesteps, initial=self.global_step, **more)
+        self.write_json("running")
 
     def seconds(self) -> float:
-        return self.seconds_before + time.time() - self.start
+        return time.monotonic() - self.start
 
     def log_episode(self, step: int, episodic_return: float, length: int):
-        self.csv.writerow([step, f"{self.seconds():.2f}", float(episodic_return), int(length)])
-        values = {"charts/episodic_return": episodic_return, "charts/episodic_length": length}
-        pair = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self.writer.file_writer.add_summary(Summary(value=pair), step)  # half add_scalar's time
-        self.bar.set_postfix_str(f"return {episodic_return:.1f}", refresh=False)
-        self.bar.update(step - self.bar.n)
+        self.csv.write(f"{step},{self.seconds():.2f},{episodic_return},{length}\n")
+        self.writer.add_scalar("charts/episodic_return", episodic_return, step)
+        self.writer.add_scalar("charts/episodic_length", length, step)
+        self.bar.write(f"global_step={step}, episodic_return={episodic_return:.4f}")
 
-    def log_iteration(self, metrics: dict[str, float]):
+    def log(self, metrics: dict[str, float]):
+        """Log an iteration."""
         self.iteration += 1
-        sps = int((self.global_step - self.first_step) / (time.time() - self.start))
-        share = "charts/share_"
-        self.shares = {k.removeprefix(share): v for k, v in metrics.items() if k.startswith(share)}
-        for tag, value in (metrics | {"charts/SPS": sps}).items():
-            self.writer.add_scalar(tag, value, self.global_step)
         self.bar.update(self.global_step - self.bar.n)
-        self.write("\n".join([*self.lines, f"SPS: {sps}"]))
-        self.lines.clear()
+        metrics["charts/SPS"] = int(self.global_step / self.seconds())
+        for tag, value in metrics.items():
+            self.writer.add_scalar(tag, value, self.global_step)
 
-    def write(self, line: str):
-        """A line on standard output, above the live progress bar."""
-        try:
-            self.bar.write(line, file=sys.stdout)
-            sys.stdout.flush()
-        except BrokenPipeError:  # Ctrl-C ends a `| tee`, too
-            os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-            with contextlib.suppress(OSError):
-                print(line, flush=True)
-
-    def write_json(self, status: str, **more):
-        """run.json: what a reader needs to believe, repeat or continue this run."""
-
-        def git(*command: str) -> str | None:
-            folder = Path(__file__).resolve().parent
-            done = subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True)
-            return None if done.returncode else done.stdout.strip()
-
-        cpu, has_git = platform.processor(), shutil.which("git")
-        with contextlib.suppress(OSError, IndexError):
-            cpu = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[0]
-        versions = {"python": platform.python_version()}
-        for package in ("torch", "gymnasium", "mujoco", "numpy", "envpool"):
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                versions[package] = importlib.metadata.version(package)
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        content = {
-            "script": Path(__file__).name,
-            "status": status,
-            "args": savable(self.args),
-            "seed": self.args.seed,
-            "global_step": self.global_step,
-            "wall_seconds": round(self.seconds(), 2),
-            "versions": versions,
-            "git_commit": git("rev-parse", "HEAD") if has_git else None,
-            "git_dirty": bool(git("status", "--porcelain")) if has_git else None,
-            "source_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
-            "hardware": {"cpu": cpu, "cores": os.cpu_count(), "gpu": gpu},
-            "processes": int(os.environ.get("WORLD_SIZE", 1)),
-        }
-        temporary = self.folder / "run.json.tmp"
-        temporary.write_text(json.dumps(content | more, indent=2) + "\n")
-        temporary.replace(self.folder / "run.json")
+    def write_json(self, status: str, final_return: float | None = None):
+        versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
+        content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
+        content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
+        content |= {"wall_seconds": round(self.seconds(), 2), "final_return": final_return}
+        (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
 
     def close(self, status: str) -> float:
-        """Close the logs; returns the mean training return of the last 100 episodes."""
-        self.bar.close()
-        self.writer.close()
-        self.csv_file.close()
-        with open(self.folder / "episodes.csv") as file:
-            last = deque(csv.DictReader(file), maxlen=100)
-        final = sum(float(row["return"]) for row in last) / len(last) if last else math.nan
-        self.write_json(status, final_return=round(final, 4) if last else None)
-        return final
-
-    def abort(self, error: Exception):
-        """Close a run that failed. Says where, and the rest if no traceback is needed for it."""
-        with contextlib.suppress(OSError):  # of a full disk, for one
-            self.close("failed")
-        where = f"in iteration {self.iteration + 1}, after step {self.global_step:,}"
-        line, hint = f"{self.folder}: stopped {where}", ""
-        if (self.folder / "checkpoint.pt").is_file():
-            hint = "; its checkpoint.pt is the last good one: mend the cause and --resume"
-        if not isinstance(error, FloatingPointError | OSError):
-            error.add_note(line + hint)
-            raise error
-        what = "its logs can't be written: " if getattr(error, "errno", None) else ""
-        print(f"{line}: {what}{error}{hint}", file=sys.stderr)
-        raise SystemExit(1)
+        """Close the logs; the mean return of the last 100 training episodes."""
+        for log in (self.bar, self.writer, self.csv):
+            log.close()
+        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
+        returns = [float(row.split(",")[2]) for row in rows[-100:]]
+        self.write_json(status, np.mean(returns) if returns else None)
+        return np.mean(returns) if returns else math.nan
 
 
-def savable(args: Args) -> dict:
-    """The arguments as plain values; not the folders, which may move."""
-    return asdict(dataclasses.replace(args, run_dir=None, resume=None, evaluate=None))
-
-
-def save_checkpoint(run: Run, agent: Agent, envs):
+def save(run: Run, agent: Agent, envs: list[Episodes]):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    content = {
-        "script": Path(__file__).stem,
-        "args": savable(run.args),
-        "agent": agent.state_dict(),
-        "training": training_state(agent, envs),
-        "global_step": run.global_step,
-        "iteration": run.iteration,
-        "seconds": run.seconds(),
-        "logs": {path.name: path.stat().st_size for path in run.logs()},
-    }
-    for path in run.logs():  # which must last as long as the checkpoint that counts on them
-        with open(path, "r+b") as file:
-            os.fsync(file.fileno())
-    temporary = run.folder / "checkpoint.pt.tmp"
-    try:
-        with open(temporary, "w+b") as file:
-            torch.save(content, file)
-            file.seek(0)
-            file.write(hashlib.file_digest(file, "sha256").digest())  # after torch's own end
-            file.flush()
-            os.fsync(file.fileno())
-    except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
-        why = error.__context__ if isinstance(error, RuntimeError) else error  # torch's, of another
-        raise OSError(f"{temporary} can't be written: {why}") from None
-    temporary.replace(run.folder / "checkpoint.pt")
+    content = {"args": vars(run.args), "episodes": [env.episode for env in envs]}  # none is running
+    content |= {"global_step": run.global_step, "iteration": run.iteration}
+    content |= {"seconds": run.seconds(), "csv_size": run.csv.tell()}
+    torch.save(content | agent.training_state(), run.folder / "checkpoint.pt.tmp")
+    (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
 
 def load_checkpoint(folder: Path) -> dict:
-    """The checkpoint in a run's folder; one clear line if there is none, or not one of ours."""
-    path = Path(folder) / "checkpoint.pt"
-    if not path.is_file():
-        fail(f"{folder}: no checkpoint.pt there; a run writes its first one as training starts")
+    """What `save` wrote; runs no code, whoever wrote it."""
     try:
-        data = memoryview(path.read_bytes())
-        if hashlib.sha256(data[:-32]).digest() != data[-32:]:  # torch.load would not notice
-            raise ValueError("not the bytes that were written")
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        script, args = content["script"], content["args"]
+        content = torch.load(Path(folder) / "checkpoint.pt", map_location="cpu", weights_only=True)
+        return content | {"args": Args(**content["args"])}
     except Exception as error:  # damage shows in many ways
-        fail(f"{path}: damaged, or not a checkpoint of this project ({type(error).__name__})")
-    if script != Path(__file__).stem:
-        fail(f"{path}: written by {script}.py; use that script")
-    unknown = args.keys() - {field.name for field in dataclasses.fields(Args)}
-    if unknown:
-        fail(f"{path}: of another version of {script}.py, which has --{unknown.pop()}")
-    return content
+        fail(f"{folder}: no checkpoint.pt that can be read: {error!r}")
 
 
-def load_agent(agent: Agent, checkpoint: dict):
-    """Put a checkpoint's agent into one made for the same environment with the same arguments."""
+def load(folder: Path, envs=None, args: Args | None = None) -> tuple[Agent, Args]:
+    """The agent saved in a run's folder, and the run's arguments. `envs` is what it shall act in;
+    by default one environment of the run's id, unless that names a module: it would be run."""
+    checkpoint = load_checkpoint(folder)
+    args = args or checkpoint["args"]
+    if envs is None and ":" in args.env_id:
+        raise ValueError(f"{folder}: runs the code of {args.env_id}; if you trust it, give envs")
+    agent = Agent(envs or make_env(args.env_id), args, pretrain=False)
     try:
         agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError:
-        fail("the checkpoint does not fit this environment: another version of it, or another id?")
-    agent.updates = checkpoint["training"]["updates"]
-    agent.refresh_actor()
-
-
-def training_state(agent: Agent, envs) -> dict:
-    """What training needs beyond the agent's own state."""
-    return {
-        "optimizers": {name: adam.state_dict() for name, adam in agent.optimizers.items()},
-        "history": [tuple(batch) for batch in agent.history],
-        "updates": agent.updates,
-        "generator": agent.generator.get_state(),
-        "noise": agent.noise.bit_generator.state,
-        "episodes": [env.episode for env in getattr(envs, "envs", ())],  # EnvPool tells nothing
-    }
-
-
-def load_training_state(agent: Agent, envs, state: dict):
-    for name, optimizer in agent.optimizers.items():
-        optimizer.load_state_dict(state["optimizers"][name])
-    device = agent.low.device
-    agent.history.extend(Batch(*(x.to(device) for x in batch)) for batch in state["history"])
-    agent.generator.set_state(state["generator"])
-    agent.noise.bit_generator.state = state["noise"]
-    for env, episode in zip(getattr(envs, "envs", ()), state["episodes"], strict=True):
-        env.episode = episode
-
-
-def try_video(args: Args):
-    """Record a first frame: what is missing shows before training, not after it, and MuJoCo comes
-    to draw without a display before anything else loads it."""
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            env = build_env(args.env_id, Path(folder))
-            env.reset()
-            env.close()
-    except Exception as error:
-        fail(f"--capture-video: {error!r}")
+    except RuntimeError as error:
+        fail(f"{folder}: its agent does not fit the environment: {error}")
+    return agent, args
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play `eval_episodes` with the mean action of the agent saved in `args.evaluate`, print each
-    return; with `capture_video`, record them into its videos/. Writes nothing else."""
-    if args.capture_video:
-        try_video(args)
+    """Play `eval_episodes` greedily with the agent saved in `args.evaluate`; print each return and,
+    with `capture_video`, record them into its videos/. Writes nothing else."""
     torch.set_num_threads(args.num_threads)
-    args = dataclasses.replace(args, num_envs=1, render=False)
-    video = {"video_folder": args.evaluate / "videos"} if args.capture_video else {}
-    others = dataclasses.replace(args, seed=episode_seed(args.seed, 2**31))  # EnvPool's episodes
-    envs = GymnasiumEnvs(args, **video) if video else make_envs(others)
-    agent = Agent(envs, args, pretrain=False)
-    load_agent(agent, load_checkpoint(args.evaluate))
-    returns = []
+    env = make_env(args.env_id, args.evaluate / "videos" if args.capture_video else None)
+    env = Episodes(env, args, 2**31)
+    (agent, _), returns = load(args.evaluate, env), []
+    act = agent.numpy_actor()
     for episode in range(args.eval_episodes):
-        obs, done = envs.reset(0, episode_seed(args.seed, 2**31, episode)), False
-        total, length = 0.0, 0
-        while not done:
-            action = agent.act(obs, deterministic=True)
-            (obs,), (reward,), (done,), (steps,) = envs.step(np.arange(1), action[None])
-            total, length = total + float(reward), length + steps
-            check_length(length, args.env_id)
-        returns.append(total)
-        print(f"eval_episode={episode}, episodic_return={total:.2f}", flush=True)
-    envs.close()
-    print(f"mean action, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
+        obs, _ = env.reset()
+        while not env.over:
+            obs, *_ = env.step(act(np.float32(obs)[None])[0])
+        returns.append(math.fsum(env.rewards))
+        print(f"eval_episode={episode}, episodic_return={returns[-1]:.2f}", flush=True)
+    env.close()
+    print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
 
 
 # --- training -------------------------------------------------------------------------------------
-
-
 def compile_networks(agent: Agent):
-    """torch.compile each network in place; go on without where no compiler works."""
+    """Compile each network in place, if there is a compiler that works."""
     try:
-        torch.compile(lambda x: x.sin() + x.cos())(torch.zeros(8))
+        torch.compile(lambda x: x + 1)(agent.low)
+        for net in agent.children():
+            net.compile()
     except Exception as error:  # whatever a missing or broken compiler raises
         print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
-        return
-    for net in agent.children():
-        net.compile()
 
 
-@contextlib.contextmanager
-def stop_on_signals():
-    """Inside, SIGTERM, SIGUSR1 (a scheduler's warning) or Ctrl-C only joins the list yielded; a
-    Ctrl-C more than a second after the first acts at once."""
-    received, pressed = [], []
-
-    def handler(number, frame):
-        received.append(number)
-        if number == signal.SIGINT:  # schedulers and launchers may each send a SIGTERM
-            pressed.append(time.monotonic())
-            if pressed[-1] - pressed[0] > 1:  # uv sends its copy of a Ctrl-C at once
-                signal.signal(number, before[number])
-                signal.raise_signal(number)
-        if len(received) > 1:
-            return
-        with contextlib.suppress(OSError, RuntimeError):  # nobody reads; it is being written to
-            print("\nstopping after this iteration; Ctrl-C: at once", file=sys.stderr, flush=True)
-
-    numbers = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)}
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield received
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
-def set_up(args: Args):
-    """The environments, the agent and the run's folder, new or as the run to resume left them."""
+def train(args: Args) -> Path:
+    """Train, or go on training; returns the run's folder."""
     torch.set_num_threads(args.num_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    if args.capture_video:
-        try_video(args)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    checkpoint = load_checkpoint(args.resume) if args.resume else None
-    envs = make_envs(args, checkpoint["global_step"] if checkpoint else 0)
-    agent = Agent(envs, args, device, pretrain=not checkpoint)
+    checkpoint = load_checkpoint(args.resume) if args.resume else {}
+    envs = [Episodes(make_env(args.env_id), args, i) for i in range(args.num_envs)]
+    torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
+    agent = load(args.resume, envs[0], args)[0] if args.resume else Agent(envs[0], args)
+    agent.to(device)
     if checkpoint:
-        load_agent(agent, checkpoint)
-        load_training_state(agent, envs, checkpoint["training"])
+        agent.load_training_state(checkpoint)
+        for env, episode in zip(envs, checkpoint["episodes"], strict=True):
+            env.episode = episode
     if args.compile:
         compile_networks(agent)
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    name = f"{name}__{args.run_suffix}" if args.run_suffix else name
-    if args.track:
-        import wandb  # before the run's writer, which it follows
+    run = Run(args, checkpoint)
+    run.bar.write(f"{args.env_id} on {device}, {args.mode}, in {run.folder}")
+    stop, status = [], "failed"
 
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": name}
-        wandb.init(**names, config=asdict(args), sync_tensorboard=True, save_code=True)
-    run = Run(args, name, checkpoint)
-    parameters = sum(p.numel() for p in agent.parameters())
-    run.write(f"{args.mode} on {args.env_id}, {device}, {parameters:,} parameters, in {run.folder}")
-    run.write(
-        f"steps {run.global_step:,} to {args.total_timesteps:,}; an iteration: {args.iter_steps:,} "
-        f"steps, {args.n_updates} minibatches of {args.minibatch_size} for each network"
-    )
-    return envs, agent, run
+    def handler(number, frame):  # ends training after this iteration; the next signal acts at once
+        stop.append(number)
+        signal.signal(number, before[number])
+        os.write(2, b"\nstopping after this iteration\n")
 
-
-def shares(stepping: float, rollout: float, update: float) -> dict[str, float]:
-    """Where an iteration's seconds went: to the environments, to the rest of the rollout, to the
-    update."""
-    total = rollout + update
-    return {
-        "charts/share_environments": stepping / total,
-        "charts/share_inference": (rollout - stepping) / total,
-        "charts/share_update": update / total,
-    }
-
-
-def train(args: Args) -> str:
-    """Train, or go on training; returns the run's name."""
-    with stop_on_signals() as stop:
-        envs, agent, run = set_up(args)
-        try:
-            if not args.resume:
-                save_checkpoint(run, agent, envs)
-            while run.global_step < args.total_timesteps and not stop:
-                remaining = 1.0 - run.global_step / args.total_timesteps if args.anneal_lr else 1.0
-                learning_rate = remaining * args.learning_rate
-                for optimizer in agent.optimizers.values():
-                    optimizer.param_groups[0]["lr"] = learning_rate
-                started, stepping = time.perf_counter(), envs.seconds
-                rollout(agent, envs, run, args)
-                rolled, stepping = time.perf_counter(), envs.seconds - stepping
-                metrics = agent.update_with_memorized()
-                metrics |= shares(stepping, rolled - started, time.perf_counter() - rolled)
-                run.lines.append(
-                    f"global_step={run.global_step}, "
-                    f"episodic_return={metrics['charts/mean_episodic_return']:.2f}, "
-                    f"policy_std={metrics['charts/policy_std']:.3f}"
-                )
-                run.log_iteration(metrics | {"charts/learning_rate": learning_rate})
-                if run.iteration % args.checkpoint_interval == 0:
-                    save_checkpoint(run, agent, envs)
-            if run.iteration % args.checkpoint_interval:  # else just saved
-                save_checkpoint(run, agent, envs)
-        except Exception as error:
-            run.abort(error)
-        finally:
-            envs.close()
-        done = run.global_step >= args.total_timesteps
-        final = run.close("finished" if done else "running")
-
-    script = f"python {Path(__file__).name}"
-    if not done:
-        on = f"go on with: {script} --resume {run.folder}"
-        run.write(f"stopped at step {run.global_step:,}; {on}")
+    signals = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)}
+    before = {number: signal.signal(number, handler) for number in signals}
+    try:
+        save(run, agent, envs)
+        while run.global_step < args.total_timesteps and not stop:
+            remaining = 1.0 - run.global_step / args.total_timesteps if args.anneal_lr else 1.0
+            learning_rate = remaining * args.learning_rate
+            agent.adam.param_groups[0]["lr"] = learning_rate
+            rollout(agent, envs, run, args)
+            metrics = agent.update_with_memorized()
+            checked = {"observations": agent.obs_sq_mean} | metrics
+            for name, x in (checked | agent.state_dict()).items():
+                if not torch.as_tensor(x).isfinite().all():
+                    raise FloatingPointError(f"iteration {run.iteration}: {name} is not finite")
+            run.log(metrics | {"charts/learning_rate": learning_rate})
+            if run.iteration % args.checkpoint_interval == 0:
+                save(run, agent, envs)
+        save(run, agent, envs)
+        status = "running" if run.global_step < args.total_timesteps else "finished"
+    finally:
+        final = run.close(status)
+        for number, old in before.items():
+            signal.signal(number, old)
+    script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
+    if status == "running":
+        print(f"go on with: {script} --resume {folder}")
         raise SystemExit(128 + stop[0])
-    print(f"return {final:.2f} (mean of the last 100 training episodes), {run.seconds():.0f} s")
-    if run.shares:
-        print("time: " + ", ".join(f"{name} {share:.0%}" for name, share in run.shares.items()))
-    print(f"play it:   {script} --evaluate {run.folder}")
-    print(f"train on:  {script} --resume {run.folder} --total-timesteps {2 * args.total_timesteps}")
+    print(f"return {final:.2f} over the last 100 episodes; play: {script} --evaluate {folder}")
     if args.save_model:
         torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
     if args.capture_video:
-        evaluate(dataclasses.replace(args, evaluate=run.folder))
-    return run.name
+        evaluate(replace(run.args, evaluate=run.folder))
+    return run.folder
 
 
 if __name__ == "__main__":
     args = parse_args()
-    if args.evaluate:
-        evaluate(args)
-    else:
-        run_name = train(args)
+    evaluate(args) if args.evaluate else train(args)

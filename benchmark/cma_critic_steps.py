@@ -10,11 +10,11 @@ import ppo_cma
 fit = ppo_cma.fit
 
 
-def fit_more(name: str, optimizer, minibatches, loss_fn) -> float:
+def fit_more(name: str, adam, minibatches, loss_fn) -> dict[str, float]:
     """As ppo_cma.fit, the critic's minibatches four times over."""
     if name == "value":
         minibatches = list(minibatches) * 4
-    return fit(name, optimizer, minibatches, loss_fn)
+    return fit(name, adam, minibatches, loss_fn)
 
 
 ppo_cma.fit = fit_more

@@ -10,15 +10,15 @@ import ppo_cma
 fit, waiting = ppo_cma.fit, []
 
 
-def mean_first(name: str, *given) -> float:
-    """As ppo_cma.fit, but the variance waits for the policy; its loss is not told."""
+def mean_first(name: str, *given) -> dict[str, float]:
+    """As ppo_cma.fit, but the variance waits for the policy."""
     if name == "variance":
         waiting.append((name, *given))
-        return 0.0
-    loss = fit(name, *given)
+        return {}
+    metrics = fit(name, *given)
     if name == "policy":
-        fit(*waiting.pop())
-    return loss
+        metrics |= fit(*waiting.pop())
+    return metrics
 
 
 ppo_cma.fit = mean_first

@@ -23,7 +23,7 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from ppo_cma import MODES, Agent
+from ppo_cma import MODES, Agent, pretrain_policy
 from ppo_cma import Args as AgentArgs
 
 ITERATIONS, ACTIONS = 20, 64
@@ -53,10 +53,13 @@ def optimize(mode: str, seed: int, history: int = 5) -> Result:
     args = AgentArgs(
         mode=mode, seed=seed, gamma=0.0, minibatch_size=ACTIONS, history_buffer_size=history
     )
-    agent = Agent(PROBLEM, args, initial_mean=[-1.0, -1.0], initial_std=[0.25, 0.25])
+    agent = Agent(PROBLEM, args, pretrain=False)
+    agent.initial_mean.fill_(-1.0)
+    agent.initial_std.fill_(0.25)
+    pretrain_policy(agent)
     state, result = np.zeros((ACTIONS, 1), np.float32), Result([], [], [])
     for _ in range(ITERATIONS):
-        actions = agent.act(state)
+        actions = agent.act(state, agent.noise(ACTIONS))
         for action in actions:
             agent.memorize(state[0], action, -float(action @ action), done=True)
         result.clouds.append(actions)

@@ -45,8 +45,3 @@ speed --rounds 1 --no-sb3 --seconds 5 --vary "num-envs 1 4 16 64" \
   --command "$grow --num-steps 256 --num-minibatches 8"
 speed --rounds 1 --no-sb3 --no-bare --seconds 8 --vary "num-minibatches 128 32 8 2" \
   --command "$grow --num-envs 8 --num-steps 1024"
-
-# the second core
-pool="python ppo_continuous_action.py --env-id Humanoid-v4 $mujoco --num-envs 8 --num-steps 256 --env-backend envpool"
-speed --rounds 5 --no-sb3 --no-bare --steps 40960 --output $folder/ppo_continuous_action-Humanoid-v4-threads.csv \
-  --command "1_thread=$pool --env-threads 1" --command "2_threads=$pool --env-threads 2"

@@ -1,13 +1,13 @@
-"""Steps per CPU-second and per second of ppo_atari_multigpu.py on 1 and 2 processes, where its time
-goes, and the rate of EnvPool alone.
+"""Steps per CPU-second and per second of ppo_atari_multigpu.py on 1 and 2 processes, and the rate
+of EnvPool alone.
 
     python benchmark/speed_atari.py --env-id Pong-v5
 
 In each round, one after the other: the variants below, each as a program of its own, once for few
 iterations and once for more, whose difference is what is reported: so neither imports nor the first
-iterations count. CPU time is of all its processes. The shares of environments, inference and update
-are those the script logs, of wall time, over the iterations in question. Then EnvPool with random
-actions, as many environments on one thread. Writes results/speed_atari-<env-id>.csv.
+iterations count. CPU time is of all its processes. Then EnvPool with random actions, as many
+environments on one thread. Writes results/speed_atari-<env-id>.csv; its last three columns, shares
+of wall time that the script once logged, stay empty.
 """
 
 import csv
@@ -34,7 +34,7 @@ VARIANTS = {  # what goes before the script, and after
     "2 processes, 1 thread each": (TORCHRUN, ONE_THREAD),
     "2 processes, 1 thread each, bf16": (TORCHRUN, [*ONE_THREAD, "--bf16"]),
 }
-SHARES = ("environments", "inference", "update")
+SHARES = ("environments", "inference", "update")  # older tables have them
 COLUMNS = ("round", "what", "steps", "cpu_seconds", "wall_seconds", *SHARES)
 
 
@@ -58,9 +58,7 @@ def children() -> float:
 
 
 def run(args: Args, before: list[str], after: list[str], iterations: int):
-    """CPU and wall seconds of a program; the shares logged after the shorter one's iterations."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+    """CPU and wall seconds of a program."""
     steps = iterations * args.num_envs * 128
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *before, SCRIPT, "--env-id", args.env_id, *after]
@@ -68,11 +66,7 @@ def run(args: Args, before: list[str], after: list[str], iterations: int):
         command += ["--run-dir", f"{folder}/run", "--no-cuda"]
         cpu, wall = children(), time.perf_counter()
         subprocess.run(command, check=True, capture_output=True, env=os.environ | THREADS)
-        seconds = children() - cpu, time.perf_counter() - wall
-        events = EventAccumulator(f"{folder}/run").Reload()
-        logged = [[e.value for e in events.Scalars(f"charts/share_{name}")] for name in SHARES]
-    later = [values[args.iterations[0] :] for values in logged]
-    return seconds, [sum(values) / max(1, len(values)) for values in later]
+        return children() - cpu, time.perf_counter() - wall
 
 
 THREADS = {"OMP_NUM_THREADS": "1"}
@@ -101,15 +95,13 @@ def main(args: Args):
     rows = []
     for k in range(1, args.rounds + 1):
         for what, (before, after) in VARIANTS.items():
-            short, _ = run(args, before, after, few)
-            long, shares = run(args, before, after, more)
+            short, long = (run(args, before, after, iterations) for iterations in (few, more))
             steps = (more - few) * args.num_envs * 128
-            spent = [b - a for a, b in zip(short, long, strict=True)]
-            rows.append(
-                [k, what, steps, *(round(x, 2) for x in spent), *(round(x, 3) for x in shares)]
-            )
+            spent = [round(b - a, 2) for a, b in zip(short, long, strict=True)]
+            rows.append([k, what, steps, *spent, *("" for _ in SHARES)])
             print(*rows[-1], flush=True)
-        rows.append([k, "EnvPool alone", 20_000, *(round(x, 2) for x in bare(args)), "", "", ""])
+        spent = [round(x, 2) for x in bare(args)]
+        rows.append([k, "EnvPool alone", 20_000, *spent, *("" for _ in SHARES)])
         print(*rows[-1], flush=True)
     cpu = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) or ["unknown"]
     facts = {"cpu": cpu[0], "cores": os.cpu_count(), "python": platform.python_version()}
@@ -120,12 +112,11 @@ def main(args: Args):
         table = csv.writer(file, lineterminator="\n")
         table.writerow(COLUMNS)
         table.writerows(rows)
-    print("medians: steps per CPU-second, per second; shares of wall time")
+    print("medians: steps per CPU-second, per second")
     for what in [*VARIANTS, "EnvPool alone"]:
         mine = [row for row in rows if row[1] == what]
         rates = [median(row[2] / row[column] for row in mine) for column in (3, 4)]
-        shares = " ".join(f"{name} {row}" for name, row in zip(SHARES, mine[-1][5:], strict=True))
-        print(f"{what:34} {rates[0]:8.0f} {rates[1]:8.0f}  {shares if mine[0][5] != '' else ''}")
+        print(f"{what:34} {rates[0]:8.0f} {rates[1]:8.0f}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 import tyro
 
 HERE = Path(__file__).resolve().parent
@@ -39,7 +40,7 @@ class Args:
 
 def bare(args: ppo_cma.Args, steps: int) -> tuple[float, float]:
     """CPU and wall microseconds per step of the environment with random actions."""
-    env = ppo_cma.build_env(args.env_id)
+    env = ppo_cma.make_env(args.env_id)
     low, high = env.action_space.low, env.action_space.high
     actions = np.random.default_rng(0).uniform(low, high, (steps, len(low)))
     env.reset(seed=0)
@@ -66,7 +67,11 @@ def main(speed: Args):
             cuda=False,
             run_dir=Path(folder) / "run",
         )
-        envs, agent, run = ppo_cma.set_up(args)
+        envs = [
+            ppo_cma.Episodes(ppo_cma.make_env(args.env_id), args, i) for i in range(args.num_envs)
+        ]
+        torch.set_num_threads(args.num_threads)
+        agent, run = ppo_cma.Agent(envs[0], args), ppo_cma.Run(args, {})
         for k in range(speed.rounds + 1):
             bare_cpu, bare_wall = bare(args, 16_000)
             first, wall = run.global_step, time.perf_counter()
@@ -75,9 +80,9 @@ def main(speed: Args):
             times.append(time.process_time())
             metrics = agent.update_with_memorized()
             times.append(time.process_time())
-            run.log_iteration(metrics | {"charts/learning_rate": args.learning_rate})
+            run.log(metrics | {"charts/learning_rate": args.learning_rate})
             if run.iteration % args.checkpoint_interval == 0:
-                ppo_cma.save_checkpoint(run, agent, envs)
+                ppo_cma.save(run, agent, envs)
             times.append(time.process_time())
             micro = 1e6 / (run.global_step - first)
             parts = np.diff(times) * micro

@@ -1,13 +1,16 @@
 """What the tests of scripts as programs share."""
 
 import csv
-import hashlib
 import importlib.util
 import io
+import itertools
 import json
-import re
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import gymnasium as gym
@@ -31,11 +34,13 @@ def rows(folder: Path) -> list[list[str]]:
 
 
 def scalars(folder: Path, timed: bool = False) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard has of each tag; of how long things took only if `timed`."""
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    tags = events.Tags()["scalars"]
-    if not timed:
-        tags = [tag for tag in tags if not re.match("charts/(SPS|share_)", tag)]
+    """What TensorBoard shows of each tag; of how long things took only if `timed`."""
+    files = sorted(folder.glob("events.*"), key=lambda path: path.stat().st_mtime_ns)
+    with tempfile.TemporaryDirectory() as ordered:  # by name; those of one second would not be
+        for i, path in enumerate(files):
+            Path(ordered, f"events.out.tfevents.{i:04}").symlink_to(path.resolve())
+        events = EventAccumulator(ordered, size_guidance={"scalars": 0}).Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if timed or tag != "charts/SPS"]
     return {tag: sorted((e.step, e.value) for e in events.Scalars(tag)) for tag in tags}
 
 
@@ -44,11 +49,10 @@ def status(folder: Path) -> str:
 
 
 def write_checkpoint(folder: Path, content: dict):
-    """As the scripts do: torch's file and its digest."""
-    file = io.BytesIO()
-    torch.save(content, file)
-    data = file.getvalue()
-    (folder / "checkpoint.pt").write_bytes(data + hashlib.sha256(data).digest())
+    """Write what `load_checkpoint` gave, or other arguments in place of its Args."""
+    args = content["args"]
+    args = args if isinstance(args, dict) else vars(args)
+    torch.save(content | {"args": args}, folder / "checkpoint.pt")
 
 
 def content(folder: Path) -> dict:
@@ -84,6 +88,49 @@ class Clockwork(gym.Env):
         return obs, np.nan if what == "a reward" else 1.0, self.t == 10, False, {}
 
 
+class Toy:
+    """What the script needs of EnvPool's Atari. Environment i has games of two lives of 3 + i % 3
+    steps, and pays i + t in the t-th step of a game; `limit` truncates a game after that many."""
+
+    observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    action_space = gym.spaces.Discrete(4)
+    limit, made = 1000, []
+
+    def __init__(self, name, *, num_envs, seed, **config):
+        assert len(seed) == num_envs
+        Toy.made.append({"name": name, "seed": seed, **config})
+        self.pixels = np.stack(
+            [np.random.default_rng(s).integers(0, 256, (4, 84, 84)) for s in seed]
+        )
+        self.number, self.life = np.arange(num_envs), 3 + np.arange(num_envs) % 3
+        self.t, self.over = np.zeros(num_envs, int), np.zeros(num_envs, bool)
+
+    def obs(self):
+        return (self.pixels + 7 * self.t[:, None, None, None]).astype(np.uint8)
+
+    def reset(self):
+        return self.obs(), {}
+
+    def step(self, actions):
+        assert actions.shape == self.t.shape
+        assert all(self.action_space.contains(a) for a in actions)
+        junk = self.over
+        self.t[junk & self.game_over()] = 0
+        self.t[~junk] += 1
+        truncated = ~junk & (self.t >= self.limit)
+        self.over = ~junk & ((self.t % self.life == 0) | truncated)
+        raw = np.where(junk, 0, self.number + self.t).astype(np.float32)
+        terminated = self.over & ~truncated
+        info = {"reward": raw, "terminated": (terminated & self.game_over()).astype(np.int32)}
+        return self.obs(), np.sign(raw), terminated, truncated, info
+
+    def game_over(self):
+        return (self.t >= 2 * self.life) | (self.t >= self.limit)
+
+    def close(self):
+        pass
+
+
 def assert_same(a, b):
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
@@ -91,7 +138,7 @@ def assert_same(a, b):
     elif isinstance(a, dict):
         assert a.keys() == b.keys()
         for key in a:
-            if key not in ("seconds", "logs"):
+            if key not in ("seconds", "csv_size"):  # of which one is in the other
                 assert_same(a[key], b[key])
     elif isinstance(a, list | tuple):
         assert len(a) == len(b)
@@ -101,35 +148,42 @@ def assert_same(a, b):
         assert a == b
 
 
-KILLER = """
-import importlib, io, os, signal, sys
-import torch
-sys.path.insert(0, sys.argv[1])
-script = importlib.import_module(sys.argv[2])
-target, call, argv = sys.argv[3], int(sys.argv[4]), sys.argv[5:]
-*path, name = target.split(".")
-owner = torch if target == "torch.save" else getattr(script, path[0]) if path else script
-plain, calls = getattr(owner, name), 0
-
-def spy(*args, **kwargs):
-    global calls
-    calls += 1
-    if calls == call:
-        if target == "torch.save":  # half a checkpoint reaches the disk
-            content, file = args
-            whole = io.BytesIO()
-            plain(content, whole)
-            file.write(whole.getvalue()[: whole.tell() // 2])
-            file.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return plain(*args, **kwargs)
-
-setattr(owner, name, spy)
-script.train(script.parse_args(argv))
-"""
+def in_a_fork(function, *args) -> int:
+    """Call a function in a copy of this process: a program without the seconds of its imports. Its
+    exit status, or less than 0: the signal that ended it."""
+    process = multiprocessing.get_context("fork").Process(target=function, args=args)
+    process.start()
+    process.join(300)
+    process.kill()  # if it still runs
+    process.join()
+    return process.exitcode
 
 
-def train_until_killed(script: str, target: str, call: int, argv: list[str]) -> int:
-    """Train in another process, killed in the given call of a function; its exit status."""
-    command = [sys.executable, "-c", KILLER, str(ROOT), script, target, str(call), *argv]
-    return subprocess.run(command).returncode
+def train_until_killed(
+    script: str, target: str, call: int, argv: list[str], *numbers: int, group: bool = False
+) -> int:
+    """Train in another process, which in the given call of a function sends itself these signals,
+    SIGKILL by default, or sends them to its group; its exit status."""
+
+    def train():
+        module, numbers_ = importlib.import_module(script), numbers or (signal.SIGKILL,)
+        *path, name = target.split(".")
+        owner = torch if target == "torch.save" else getattr(module, path[0]) if path else module
+        plain, calls = getattr(owner, name), itertools.count(1)
+
+        def spy(*args, **kwargs):
+            if next(calls) == call:
+                if target == "torch.save":  # half a checkpoint reaches the disk
+                    whole = io.BytesIO()
+                    plain(args[0], whole)
+                    Path(args[1]).write_bytes(whole.getvalue()[: whole.tell() // 2])
+                for number in numbers_:
+                    (os.killpg if group else os.kill)(os.getpid(), number)
+            return plain(*args, **kwargs)
+
+        if group:
+            os.setsid()
+        setattr(owner, name, spy)
+        module.train(module.parse_args(argv))
+
+    return in_a_fork(train)

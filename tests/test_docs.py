@@ -7,38 +7,37 @@ import re
 
 import numpy as np
 import pytest
+from program import scalars
+from test_promises import STEPS, start, toys  # noqa: F401 (a fixture)
 
 from benchmark import data, docs, readme
 
-PAGES = sorted(docs.DOCS.glob("*.md"))
-TAG = re.compile(r"(?:charts|losses)/\w+")
-
-
-def test_a_page_for_each_script():
-    assert {page.stem for page in PAGES} == {p.stem for p in docs.DOCS.parent.glob("ppo*.py")}
-
-
-def test_readme_is_up_to_date():
-    text = docs.README.read_text()
-    assert docs.rewrite(docs.README) == text, "run: python -m benchmark.docs"
-    assert set(re.findall(r"<!-- ([\w-]+) -->\n\|", text)) == set(readme.BLOCKS)
+SCRIPTS = sorted(path.stem for path in docs.DOCS.parent.glob("ppo*.py"))
+PAGES = [docs.README, *sorted(docs.DOCS.glob("*.md"))]
+EVERY = pytest.mark.parametrize("script", SCRIPTS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_flags_and_results_are_up_to_date(page):
+def test_tables_and_links_are_up_to_date(page):
     assert docs.rewrite(page) == page.read_text(), "run: python -m benchmark.docs"
-    assert len(docs.LINK.findall(page.read_text())) >= 10
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_all_that_is_logged_is_explained(page):
-    script = importlib.import_module(page.stem)
-    source = (docs.DOCS.parent / f"{page.stem}.py").read_text()
-    logged = {tag for text in re.findall(r'"([^"\n]*)"', source) for tag in TAG.findall(text)}
-    logged -= {"charts/share_"}
-    logged |= {f"losses/{name}" for name in getattr(script, "METRICS", ())}
-    section = page.read_text().split("## What is logged")[1].split("\n## ")[0]
-    assert set(TAG.findall(section)) == logged
+def test_every_table_is_shown():
+    text = "".join(page.read_text() for page in PAGES)
+    assert set(re.findall(r"<!-- ([\w-]+) -->\n\|", text)) >= readme.BLOCKS.keys() | {"flags"}
+
+
+@EVERY
+@pytest.mark.usefixtures("toys")
+def test_a_page_for_each_script(script, tmp_path):
+    """It explains all that is logged, and leads to the code."""
+    module = importlib.import_module(script)
+    start(module, f"--run-dir {tmp_path / 'run'} --total-timesteps {STEPS[module]}")
+    text = (docs.DOCS / f"{script}.md").read_text()
+    section = text.split("## What is logged")[1].split("\n## ")[0]
+    explained = set(re.findall(r"(?:charts|losses)/\w+", section))
+    assert explained == scalars(tmp_path / "run", timed=True).keys()
+    assert len(docs.LINK.findall(text)) >= 10
 
 
 def test_a_link_leads_to_the_definition():

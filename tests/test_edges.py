@@ -1,178 +1,138 @@
-"""Environments and machines that are not as usual: what outlives an episode, what drawing lacks,
-file systems without locks, minibatches of one sample."""
+"""Environments that are not as usual: what they return, keep and change does not matter."""
 
-import errno
-import fcntl
-import re
-from pathlib import Path
-from typing import ClassVar
-
-import envpool
 import gymnasium as gym
 import numpy as np
 import pytest
-from program import rows, status
-from test_atari import Toy
+import torch
+from program import assert_same, rows, status
 
 import ppo
-import ppo_atari_multigpu
 import ppo_cma
 import ppo_continuous_action
 import ppo_kl_adaptive
 
-CLIPPED = "--num-envs 2 --num-minibatches 2 --update-epochs 1 --no-compile --num-steps"
-KL = "--num-envs 2 --value-epochs 1 --update-epochs 1 --hid1-mult 2"
+CLIPPED = "--num-steps 40 --num-minibatches 2 --update-epochs 1 --no-compile"
 SETUPS = {
-    ppo: f"{CLIPPED} 20",
-    ppo_continuous_action: f"{CLIPPED} 20",
-    ppo_kl_adaptive: f"{KL} --num-steps 20",
-    ppo_cma: "--num-envs 2 --iter-steps 40 --n-updates 2",
-    ppo_atari_multigpu: "--num-envs 4 --num-steps 10 --num-minibatches 2 --update-epochs 1 "
-    "--num-threads 1 --env-threads 1 --no-cuda --no-compile",
+    ppo: CLIPPED,
+    ppo_continuous_action: CLIPPED,
+    ppo_kl_adaptive: "-b 10 --value-epochs 1 --update-epochs 1 --hid1-mult 2",
+    ppo_cma: "--iter-steps 80 --n-updates 2",
 }
-SMALL = [script for script in SETUPS if script is not ppo_atari_multigpu]
+ALL = pytest.mark.parametrize("script", SETUPS, ids=lambda module: module.__name__)
 
 
-class Odd(gym.Env):
-    """Episodes of `length` steps that pay 1 each. `haunted`: it shows the steps of its whole life.
-    `blind`: what draws it is not installed."""
+class Plain(gym.Env):
+    """Episodes of `length` steps that pay what the action says."""
 
-    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,))
-    metadata: ClassVar = {"render_modes": ["rgb_array"]}
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
 
-    def __init__(self, action_space, length=7, haunted=False, blind=False, render_mode=None):
-        self.action_space, self.length, self.render_mode = action_space, length, render_mode
-        self.haunted, self.blind, self.life = haunted, blind, 0
+    def __init__(self, action_space, length=7):
+        self.action_space, self.length = action_space, length
 
     def reset(self, seed=None, options=None):
         super().reset(seed=seed)
-        self.t, self.start = 0, self.np_random.uniform()
-        return self.observe(), {}
+        self.obs = self.np_random.uniform(size=2)
+        return self.obs, {}
 
     def step(self, action):
-        self.t, self.life = self.t + 1, self.life + 1
-        return self.observe(), 1.0, self.t == self.length, False, {}
+        self.obs = self.obs + np.array([0.1, 1.0])
+        return self.obs, float(np.sum(action)), self.obs[1] > self.length, False, {}
 
-    def observe(self):
-        return np.array([self.start + self.t / 10, self.haunted * self.life / 100])
 
-    def render(self):
-        if self.blind:
-            raise gym.error.DependencyNotInstalled("pygame is not installed")
-        return np.zeros((16, 16, 3), np.uint8)
+class RewardOfShape1(Plain):
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        return obs, np.array([reward]), *rest
+
+
+class IntegerFlags(Plain):
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(action)
+        return obs, reward, int(terminated), np.int64(truncated), info
+
+
+class OneArray(Plain):
+    """The observations are one array, which is overwritten."""
+
+    array = None
+
+    def observe(self, obs):
+        self.array = np.zeros(2) if self.array is None else self.array
+        self.array[:] = obs
+        return self.array
+
+    def reset(self, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        return self.observe(obs), info
+
+    def step(self, action):
+        obs, *rest = super().step(action)
+        return self.observe(obs), *rest
+
+
+class WritesIntoItsAction(Plain):
+    def step(self, action):
+        result = super().step(action)
+        if np.ndim(action):
+            action[:] = np.nan
+        return result
+
+
+class SeedsTorch(Plain):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        torch.manual_seed(5)
+
+
+ODD = [RewardOfShape1, IntegerFlags, OneArray, WritesIntoItsAction, SeedsTorch]
 
 
 @pytest.fixture
-def odd(monkeypatch):
-    """Register Odd-v0 for a script with these arguments."""
+def train(tmp_path, monkeypatch):
+    """Train a script in an environment; the final checkpoint and the rows of its episodes."""
     monkeypatch.setattr(ppo_cma, "pretrain_policy", lambda agent: None)
-    monkeypatch.setattr(envpool, "make", Toy)
 
-    def register(script, **kwargs):
-        box = gym.spaces.Box(-1, 1, (1,))
+    def run(script, env, flags="", **kwargs):
+        box = gym.spaces.Box(-1, 1, (1,), np.float32)
         kwargs["action_space"] = gym.spaces.Discrete(2) if script is ppo else box
-        spec = gym.envs.registration.EnvSpec("Odd-v0", entry_point=Odd, kwargs=kwargs)
+        spec = gym.envs.registration.EnvSpec("Odd-v0", entry_point=env, kwargs=kwargs)
         monkeypatch.setitem(gym.registry, "Odd-v0", spec)
+        folder = tmp_path / f"{env.__name__}{flags}"
+        line = f"--env-id Odd-v0 --num-envs 2 {SETUPS[script]} --total-timesteps 240 {flags}"
+        script.train(script.parse_args([*line.split(), "--run-dir", str(folder)]))
+        assert status(folder) == "finished"
+        return script.load_checkpoint(folder), rows(folder)
 
-    return register
-
-
-def train(script, folder: Path, flags: str):
-    game = "" if script is ppo_atari_multigpu else "--env-id Odd-v0"
-    line = f"{game} {SETUPS[script]} --run-dir {folder} {flags}"
-    script.train(script.parse_args(line.split()))
-
-
-@pytest.mark.parametrize("haunted", [False, True])
-@pytest.mark.parametrize(
-    ("script", "more"),
-    [
-        (ppo, "--env-backend gymnasium"),
-        (ppo, "--env-backend async"),
-        (ppo_continuous_action, "--env-backend gymnasium"),
-        (ppo_continuous_action, "--env-backend async"),
-        (ppo_kl_adaptive, ""),
-    ],
-)
-def test_a_run_goes_on_with_new_episodes_where_old_ones_cant_be_played_again(
-    script, more, haunted, odd, tmp_path, capsys
-):
-    """An environment that remembers the episodes before is elsewhere after the same actions."""
-    odd(script, length=6, haunted=haunted)
-    train(script, tmp_path / "run", f"--total-timesteps 80 {more}")
-    script.train(script.parse_args(f"--resume {tmp_path}/run --total-timesteps 400".split()))
-    assert ("went elsewhere: resuming with new episodes" in capsys.readouterr().out) == haunted
-    episodes = np.array(rows(tmp_path / "run")[1:], float)
-    assert len(episodes) >= 40
-    assert (episodes[:, 1:] == 6).all()  # no two episodes were mixed
-    assert (episodes[:, 0] <= 80).any() and (episodes[:, 0] > 80).any()
+    return run
 
 
-@pytest.mark.parametrize("script", SMALL)
-def test_what_drawing_lacks_is_told_before_training(script, odd, tmp_path, capsys):
-    odd(script, blind=True)
-    with pytest.raises(SystemExit) as end:
-        train(script, tmp_path / "run", "--total-timesteps 80 --capture-video")
-    error = capsys.readouterr().err
-    assert end.value.code == 2
-    assert error.count("\n") == 1 and "--capture-video: " in error and "pygame" in error
-    assert not list(tmp_path.iterdir())
-    train(script, tmp_path / "run", "--total-timesteps 80")  # no frame is drawn
-    with pytest.raises(SystemExit) as end:
-        script.evaluate(script.parse_args(f"--evaluate {tmp_path}/run --capture-video".split()))
-    assert end.value.code == 2
-    assert "--capture-video: DependencyNotInstalled('pygame" in capsys.readouterr().err
+@ALL
+def test_what_is_odd_does_not_matter(script, train):
+    expected = train(script, Plain)
+    assert len(expected[1]) > 20
+    for env in ODD:
+        assert_same(train(script, env), expected)
 
 
-@pytest.mark.parametrize("script", SETUPS)
-def test_a_file_system_without_locks(script, odd, tmp_path, monkeypatch, capsys):
-    def flock(*_):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    odd(script)
-    monkeypatch.setattr(fcntl, "flock", flock)
-    train(script, tmp_path / "run", "--total-timesteps 80")
-    assert "no locks (Function not implemented); train there once at" in capsys.readouterr().out
-    assert status(tmp_path / "run") == "finished"
+@ALL
+def test_networks_differ_with_the_seed_even_if_the_environment_seeds_torch(script, train):
+    one, two = (train(script, SeedsTorch, f"--seed {seed}")[0]["agent"] for seed in (1, 2))
+    weights = [name for name, x in one.items() if x.dim() > 1]
+    assert weights and not any(torch.equal(one[name], two[name]) for name in weights)
 
 
 @pytest.mark.parametrize("script", [ppo, ppo_continuous_action])
-def test_the_compiled_step_never_gets_one_sample(script, odd, tmp_path, monkeypatch):
-    """Its std() would be nan: it is traced with many samples and asks no more."""
-    sizes = []
-
-    def compile_update(agent, args):
-        def step(agent, batch, minibatch, *rest):
-            sizes.append(len(minibatch))
-            return script.minibatch_step(agent, batch, minibatch, *rest)
-
-        agent.minibatch_step = step
-        return "recorded"
-
-    odd(script, length=1)  # every second row is an autoreset's
-    monkeypatch.setattr(script, "compile_update", compile_update)
-    flags = "--num-envs 1 --num-steps 7 --num-minibatches 3 --total-timesteps 70 --norm-adv"
-    train(script, tmp_path / "run", flags)
-    assert sizes and min(sizes) == 2  # of 3 or 4 rows in 3 minibatches
-    assert status(tmp_path / "run") == "finished"
+@pytest.mark.parametrize("env", [OneArray, WritesIntoItsAction])
+def test_nor_in_processes_of_their_own(script, env, train):
+    checkpoint, episodes = train(script, env, "--env-backend async")
+    expected, expected_episodes = train(script, Plain)
+    for name in ("agent", "adam", "at", "actions"):
+        assert_same(checkpoint[name], expected[name])
+    assert episodes == expected_episodes
 
 
-def test_bounds_whose_distance_is_infinite_are_none(odd, tmp_path, capsys):
-    most = np.finfo(np.float32).max
-    space = gym.spaces.Box(-most, most, (2,))
-    env = type("Env", (), {"single_observation_space": Odd.observation_space})
-    env.single_action_space = space
-    agent = ppo_continuous_action.Agent(env, ppo_continuous_action.Args())
-    assert agent.unit.tolist() == [1, 1] and agent.origin.tolist() == [0, 0]
-
-
-def test_videos_are_linked_for_ids_with_a_slash(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    name = "dm_control/walker-walk-v0__ppo__1__2"
-    (tmp_path / "runs" / name / "videos").mkdir(parents=True)
-    run = type("Run", (), {"folder": Path("runs") / name, "name": name})
-    for script in (ppo, ppo_continuous_action):
-        script.link_videos(run)
-        assert (Path("videos") / name).resolve() == tmp_path / "runs" / name / "videos"
-        (Path("videos") / name).unlink()
-    assert re.fullmatch(r"[^/]+/[^/]+", name)
+@pytest.mark.parametrize("script", [ppo, ppo_continuous_action])
+def test_episodes_of_one_step(script, train):
+    """Every second row is an autoreset's, and minibatches are the smallest."""
+    checkpoint, episodes = train(script, Plain, "--num-steps 40 --num-minibatches 20", length=0)
+    assert len(episodes) - 1 == checkpoint["global_step"] == 120

@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from program import scalars
+from program import assert_same, scalars
 
 import ppo_cma
 from ppo_cma import Agent, Args, gae, log_density, mean_loss, normalize_advantages, variance_loss
@@ -31,7 +31,7 @@ def batch(agent: Agent, size=300, episode=30, seed=0, reward=None):
     """Arguments of `update`: random states, the agent's own actions, rewards by `reward(a)`."""
     rng = np.random.default_rng(seed)
     obs = rng.normal(size=(size, len(agent.obs_scale))).astype(np.float32)
-    actions = agent.act(obs)
+    actions = agent.act(obs, agent.noise(size))
     rewards = rng.normal(size=size) if reward is None else reward(actions)
     return obs, actions, rewards.astype(np.float64), np.full(size // episode, episode)
 
@@ -79,9 +79,9 @@ def test_2_shapes_unit_rows_and_centred_pre_activations(net):
     agent = make_agent(11, [-1] * 3, [1] * 3)
     mlp, extra = getattr(agent, net), int(net == "critic")
     inputs, outputs = 11 + extra, 1 if extra else 3
-    first, second, output = mlp.from_input.weight.split(mlp.widths)
-    second = torch.cat([second, mlp.from_first.weight], dim=1)
-    output = torch.cat([output, mlp.from_both.weight], dim=1)
+    first, second, output = mlp.from_input.split(mlp.widths)
+    second = torch.cat([second, mlp.from_first], dim=1)
+    output = torch.cat([output, mlp.from_both], dim=1)
     assert first.shape == (128, inputs)
     assert second.shape == (128, inputs + 128)
     assert output.shape == (outputs, inputs + 256)
@@ -89,10 +89,10 @@ def test_2_shapes_unit_rows_and_centred_pre_activations(net):
         torch.testing.assert_close(rows.norm(dim=1), torch.ones(len(rows)))
     x = torch.randn(500, inputs) * 3 + 1
     mlp.center(x)
-    for pre_activation in mlp.layers(x):
-        assert pre_activation.mean(dim=0).abs().max() < 1e-5
+    for layer in range(3):
+        assert mlp(x, layer).mean(dim=0).abs().max() < 1e-5
     # the one-product form is the network with concatenating skip connections and slope 0.1
-    bias = mlp.from_input.bias.split(mlp.widths)
+    bias = mlp.bias.split(mlp.widths)
     h = x
     for rows, b in zip((first, second), bias, strict=False):
         z = h @ rows.T + b
@@ -123,8 +123,8 @@ def test_3_pretraining_reaches_the_initial_gaussian():
 
 def test_4_first_iteration_samples_the_initial_gaussian_whatever_the_weights():
     agent = make_agent(3, [-1, 0], [1, 4])
-    agent.mean_net.from_input.bias.data += 100.0
-    actions = agent.act(np.zeros((40_000, 3), np.float32))
+    agent.mean_net.bias.data += 100.0
+    actions = agent.act(np.zeros((40_000, 3)), agent.noise(40_000))
     assert actions.dtype == np.float32
     for k, (low, high) in enumerate([(-1, 1), (0, 4)]):
         assert actions[:, k].min() == low
@@ -132,6 +132,7 @@ def test_4_first_iteration_samples_the_initial_gaussian_whatever_the_weights():
         at_bounds = np.isin(actions[:, k], (low, high)).mean()
         assert at_bounds == pytest.approx(0.317, abs=0.008)
         assert actions[:, k].mean() == pytest.approx((low + high) / 2, abs=0.02 * (high - low))
+    assert agent.act(np.zeros((2, 3))).tolist() == [[0.0, 2.0]] * 2
 
 
 # --- 5 scaler, 6 returns, 7 advantages ------------------------------------------------------------
@@ -363,7 +364,7 @@ def test_10_all_negative_advantages_move_the_mean_but_not_the_variance():
 def test_13_clipped_actions_are_what_is_stored():
     """Equal weights, mean at the centre: sigma falls to sqrt(.516) = .718 by clipping alone."""
     agent = make_agent(1)
-    actions = agent.act(np.zeros((60_000, 1), np.float32))
+    actions = agent.act(np.zeros((60_000, 1)), agent.noise(60_000))
     for action in actions:
         agent.memorize(np.zeros(1), action, 0.0, True)
     stored = torch.tensor(np.array([episode[0][1] for episode in agent.memory]))
@@ -378,10 +379,9 @@ def test_11_critic_then_variance_then_mean(monkeypatch):
     agent = make_agent(3, [-1] * 2, [1] * 2)
     phases, plain_fit = [], ppo_cma.fit
 
-    def spy(name, optimizer, minibatches, loss_fn):
-        minibatches = list(minibatches)
+    def spy(name, adam, minibatches, loss_fn):
         before = {n: weights(getattr(agent, n)) for n in ("critic", "var_net", "mean_net")}
-        result = plain_fit(name, optimizer, minibatches, loss_fn)
+        result = plain_fit(name, adam, minibatches, loss_fn)
         moved = [n for n, w in before.items() if not torch.equal(w, weights(getattr(agent, n)))]
         phases.append((name, len(minibatches), moved))
         return result
@@ -420,8 +420,8 @@ def test_11_old_mean_is_constant_through_the_mean_phase(monkeypatch):
 
 
 def test_12_history_is_sampled_by_iteration_then_uniformly_within():
-    args = Args(n_updates=200, minibatch_size=500)
-    index = ppo_cma.history_minibatches([10, 1000], 600, args, torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    index = ppo_cma.history_minibatches([10, 1000], (200, 500), generator)
     assert index.shape == (200, 500)
     counts = np.bincount(index.flatten().numpy(), minlength=1010)
     assert len(counts) == 1010
@@ -441,10 +441,10 @@ def test_12_history_length_contents_and_late_scaling(monkeypatch):
     data = [batch(agent, seed=seed) for seed in range(5)]
     for k, (obs, *rest) in enumerate(data):
         ppo_cma.update(agent, obs * 10.0**k, *rest)
-    assert [b.obs.abs().max().item() for b in agent.history] == [  # raw, the newest included
+    assert [obs.abs().max().item() for obs, _, _ in agent.history] == [  # raw, the newest included
         pytest.approx(np.abs(data[k][0] * 10.0**k).max()) for k in (2, 3, 4)
     ]
-    old = agent.history[0].obs
+    old = agent.history[0][0]
     before = agent.mean(old)
     agent.obs_scale *= 0.5
     assert not torch.allclose(before, agent.mean(old))
@@ -555,10 +555,7 @@ class Log:
 
 def play(lengths_of_each, iter_steps, action_repeat=2):
     args = Args(num_envs=len(lengths_of_each), iter_steps=iter_steps, action_repeat=action_repeat)
-    envs = object.__new__(ppo_cma.GymnasiumEnvs)
-    counters = [Counter(lengths) for lengths in lengths_of_each]
-    envs.envs = [ppo_cma.Episodes(env, args.seed, i) for i, env in enumerate(counters)]
-    envs.action_repeat = action_repeat
+    envs = [ppo_cma.Episodes(Counter(each), args, i) for i, each in enumerate(lengths_of_each)]
     agent, log = make_agent(), Log()
     ppo_cma.rollout(agent, envs, log, args)
     return agent, log, envs
@@ -581,29 +578,38 @@ def test_15_running_episodes_finish_and_short_ones_are_not_favoured():
     assert lengths.count(40) == 1
     assert lengths.count(2) == 8  # those started before both had made 30 steps together
     assert log.global_step == sum(lengths) == 40 + 16
-    seeds = [seed for env in envs.envs for seed in env.unwrapped.seeds]
+    seeds = [seed for env in envs for seed in env.unwrapped.seeds]
     assert len(set(seeds)) == len(seeds) == 9
     assert len(agent.memory) == 9
 
 
-@pytest.mark.parametrize("broken", ["obs", "actions", "rewards"])
-def test_15_a_non_finite_batch_stops_before_anything_is_learned(broken):
-    agent = make_agent(3, n_updates=2)
-    data = dict(zip(("obs", "actions", "rewards", "lengths"), batch(agent), strict=True))
-    data[broken] = data[broken].copy()
-    data[broken].flat[7] = np.nan
-    before = {k: v.clone() for k, v in agent.state_dict().items()}
-    with pytest.raises(FloatingPointError, match="not finite"):
-        ppo_cma.update(agent, *data.values())
-    assert all(torch.equal(before[k], v) for k, v in agent.state_dict().items())
+def test_15_an_action_is_held_to_the_end_at_most_and_may_be_written_to():
+    class Odd(Counter):
+        """Spoils its action, and gives back what is of another type than gymnasium's."""
+
+        def step(self, action):
+            given.append(action.copy())
+            action[:] = 7.0
+            obs, _, terminated, truncated, info = super().step(action)
+            return obs, np.array([0.5], np.float32), int(terminated), np.array([truncated]), info
+
+    args, given, log = Args(action_repeat=3, iter_steps=3), [], Log()
+    agent, env = make_agent(), ppo_cma.Episodes(Odd([4]), args, 0)
+    ppo_cma.rollout(agent, [env], log, args)
+    assert log.rows == [(4, 2.0, 4)]
+    ((first, second),) = agent.memory
+    assert (first[2], second[2]) == (1.5, 0.5)
+    assert [float(a[0]) for a in given] == [float(first[1][0])] * 3 + [float(second[1][0])]
+    assert abs(first[1][0]) <= 1 and env.over is True
 
 
-def test_15_a_non_finite_loss_is_named():
-    agent = make_agent(3, n_updates=4)
-    with torch.no_grad():
-        agent.var_net.from_both.weight.fill_(np.nan)
-    with pytest.raises(FloatingPointError, match="variance loss is nan in minibatch 0"):
-        ppo_cma.update(agent, *batch(agent))
+def test_15_an_episode_without_an_end_stops_the_run():
+    env = ppo_cma.Episodes(Counter([10**9]), Args(action_repeat=50_000), 0)
+    env.reset()
+    for _ in range(2):
+        env.step(np.zeros(1, np.float32))
+    with pytest.raises(TimeoutError, match="max_episode_steps"):
+        env.step(np.zeros(1, np.float32))
 
 
 # --- beyond the list ------------------------------------------------------------------------------
@@ -612,26 +618,32 @@ def test_15_a_non_finite_loss_is_named():
 @pytest.mark.parametrize("mode", ppo_cma.MODES)
 def test_acting_in_numpy_is_the_policy(mode):
     agent = make_agent(5, [-1, 0], [1, 3], mode=mode)
-    agent.updates = 1
+    agent.updates += 1
     agent.obs_scale.uniform_(0.1, 1.0)
     with torch.no_grad():
         for parameter in agent.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
-    agent.refresh_actor()
     obs = np.random.default_rng(0).normal(size=(2000, 5)).astype(np.float32)
     mean = agent.mean(torch.as_tensor(obs)).detach().numpy()
     std = (0.5 * agent.logvar(torch.as_tensor(obs))).exp().detach().numpy()
-    np.testing.assert_allclose(agent.act(obs, deterministic=True), mean, atol=2e-6)
-    np.testing.assert_allclose(agent.act(obs[0], deterministic=True), mean[0], atol=2e-6)
-    agent.noise = np.random.default_rng(4)
+    np.testing.assert_allclose(agent.act(obs), mean, atol=2e-6)
+    np.testing.assert_allclose(agent.act(obs[:1]), mean[:1], atol=2e-6)
     noise = np.random.default_rng(4).standard_normal(mean.shape, np.float32)
     expected = np.clip(mean + std * noise, [-1, 0], [1, 3])
-    np.testing.assert_allclose(agent.act(obs), expected, atol=5e-6)
+    np.testing.assert_allclose(agent.act(obs, noise), expected, atol=5e-6)
+    agent.rng = np.random.default_rng(4)
+    assert (agent.noise(2000) == noise).all()
+    # an actor is the policy as it was, whatever moves later
+    act, before = agent.numpy_actor(), agent.act(obs)
+    agent.obs_scale *= 0.5
+    with torch.no_grad():
+        for parameter in agent.parameters():
+            parameter += 1.0
+    assert (act(obs) == before).all() and (agent.act(obs) != before).any()
 
 
 def test_get_action_and_value_agrees_with_act_and_has_a_true_density():
     agent = make_agent(4, [-1] * 2, [1] * 2)
-    agent.updates = 1
     obs = torch.randn(6, 4)
     action, logprob, entropy, value = agent.get_action_and_value(obs)
     assert action.shape == (6, 2)
@@ -653,20 +665,79 @@ def test_time_feature_is_off_at_gamma_0():
     assert agent.critic_input(obs, torch.full((3,), 400.0))[0, 2].item() == pytest.approx(0.4)
 
 
-def test_adam_as_in_the_original():
-    agent = make_agent(2)
-    assert set(agent.optimizers) == {"mean_net", "var_net", "critic"}
-    for adam in agent.optimizers.values():
-        assert adam.defaults["eps"] == 1e-8
-        assert adam.defaults["lr"] == 5e-4
-        assert adam.defaults["betas"] == (0.9, 0.999)
+@pytest.mark.parametrize("mode", ["ppo-cma-m", "ppo"])
+def test_adam_as_in_the_original(mode):
+    """One for all networks is one for each: it leaves alone what a loss does not depend on."""
+    agent = make_agent(2, mode=mode, n_updates=10)
+    (group,) = agent.adam.param_groups
+    assert (group["eps"], group["lr"], group["betas"]) == (1e-8, 5e-4, (0.9, 0.999))
+    ppo_cma.update(agent, *batch(agent))
+    for name, net in agent.named_children():
+        steps = {agent.adam.state[parameter]["step"].item() for parameter in net.parameters()}
+        assert steps == {9 if name == "critic" else 10}
+    assert set(dict(agent.named_children())) == (
+        {"mean_net", "critic"} if mode == "ppo" else {"mean_net", "var_net", "critic"}
+    )
+
+
+def play_on(agent: Agent, iterations: int, seed: int):
+    """A loop of one's own, three episodes of 20 transitions an iteration."""
+    rng = np.random.default_rng(seed)
+    for _ in range(iterations):
+        for t in range(60):
+            obs = rng.normal(size=3)
+            (action,) = agent.act(obs[None], agent.noise(1))
+            agent.memorize(obs, action, np.array([rng.normal() - action.sum()]), t % 20 == 19)
+        agent.update_with_memorized()
+
+
+def test_weights_alone_restore_a_policy(tmp_path):
+    agent = make_agent(3, [-1, 0], [1, 3], n_updates=5)
+    for updates in range(3):
+        torch.save(agent.state_dict(), tmp_path / "weights")
+        fresh = make_agent(3, [-1, 0], [1, 3], seed=9)
+        fresh.load_state_dict(torch.load(tmp_path / "weights", weights_only=True))
+        obs, noise = np.random.default_rng(0).normal(size=(50, 3)), agent.noise(50)
+        for given in (None, noise):
+            assert (fresh.act(obs, given) == agent.act(obs, given)).all()
+        assert int(fresh.updates) == updates
+        play_on(agent, 1, seed=updates)
+
+
+@pytest.mark.parametrize("mode", ["ppo-cma-m", "ppo"])
+def test_ones_own_loop_goes_on_from_its_saved_state(mode, tmp_path):
+    def new():
+        return make_agent(3, [-1, 0], [1, 3], mode=mode, n_updates=5, history_buffer_size=2)
+
+    agent = new()
+    play_on(agent, 3, seed=0)
+    torch.save(agent.training_state(), tmp_path / "state")
+    resumed = new()
+    play_on(resumed, 1, seed=5)  # which is forgotten
+    resumed.load_training_state(torch.load(tmp_path / "state", weights_only=True))
+    for each in (agent, resumed):
+        play_on(each, 3, seed=1)
+    assert_same(resumed.training_state(), agent.training_state())
+
+
+def test_infinite_bounds_are_a_value_error():
+    with pytest.raises(ValueError, match="PPO-CMA needs finite bounds"):
+        make_agent(2, [-1.0, -np.inf], [1.0, 1.0])
+
+
+def test_memorized_are_copies():
+    agent, obs = make_agent(2), np.zeros(2)
+    for t in range(3):  # a simulator that returns the same array each step
+        obs[:] = t
+        agent.memorize(obs, agent.act(obs[None])[0], 0.0, t == 2)
+    assert [list(o) for o, _, _ in agent.memory[0]] == [[0, 0], [1, 1], [2, 2]]
 
 
 def test_annealed_learning_rate(tmp_path, monkeypatch):
     rates = []
 
     def spy(agent, *batch, update=ppo_cma.update):
-        rates.append([adam.param_groups[0]["lr"] for adam in agent.optimizers.values()])
+        rates.append(agent.adam.param_groups[0]["lr"])
         return update(agent, *batch)
 
     monkeypatch.setattr(ppo_cma, "update", spy)
@@ -674,10 +745,10 @@ def test_annealed_learning_rate(tmp_path, monkeypatch):
     line += ["--run-dir", str(tmp_path / "run")]  # an episode has 200 steps
     ppo_cma.train(ppo_cma.parse_args([*line, "--total-timesteps", "600"]))
     expected = [5e-4, 5e-4 * 2 / 3, 5e-4 / 3]
-    np.testing.assert_allclose(rates, np.repeat([expected], 3, axis=0).T, rtol=1e-12)
+    np.testing.assert_allclose(rates, expected, rtol=1e-12)
     resumed = ["--resume", str(tmp_path / "run"), "--total-timesteps", "800"]
     ppo_cma.train(ppo_cma.parse_args(resumed))  # of 800 steps 600 are done
-    np.testing.assert_allclose(rates[3:], [[5e-4 / 4] * 3], rtol=1e-12)
+    np.testing.assert_allclose(rates[3:], [5e-4 / 4], rtol=1e-12)
     logged = [value for _, value in scalars(tmp_path / "run")["charts/learning_rate"]]
     np.testing.assert_allclose(logged, [*expected, 5e-4 / 4], rtol=1e-6)
 
@@ -698,9 +769,8 @@ def test_compiled_networks_learn_the_same():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_learning_on_a_gpu_is_learning_on_a_cpu():
     def learn(device):
-        agent = Agent(problem(3), Args(n_updates=5), device, pretrain=False)
+        agent = make_agent(3, n_updates=5).to(device)
         ppo_cma.update(agent, *batch(agent))
-        agent.refresh_actor()
         return agent.cpu()
 
     torch.testing.assert_close(weights(learn("cuda")), weights(learn("cpu")), atol=1e-4, rtol=1e-4)
@@ -729,10 +799,14 @@ def test_product_kernel(monkeypatch):
 
 def test_mean_first(monkeypatch):
     calls = []
-    monkeypatch.setattr(ppo_cma, "fit", lambda name, *given: calls.append((name, *given)) or 0.5)
+    monkeypatch.setattr(
+        ppo_cma, "fit", lambda name, *given: calls.append((name, *given)) or {name: 0.5}
+    )
     ablation("cma_mean_first", monkeypatch)
+    metrics = {}
     for name in ("value", "variance", "policy"):
-        ppo_cma.fit(name, "adam", f"{name}'s minibatches", "loss")
+        metrics |= ppo_cma.fit(name, "adam", f"{name}'s minibatches", "loss")
+    assert metrics == dict.fromkeys(("value", "policy", "variance"), 0.5)
     assert [call[0] for call in calls] == ["value", "policy", "variance"]
     assert calls[2] == ("variance", "adam", "variance's minibatches", "loss")
 
@@ -748,7 +822,7 @@ def test_scaled_rewards(monkeypatch):
     mean_square = (2.0**2 + 2.0**2 + 4.0**2) / 3  # returns: 1 + 0.5 * 2, 2, and 4
     assert agent.state_dict()["return_sq_mean"].item() == pytest.approx(mean_square)
     np.testing.assert_allclose(learned[0], given[2] / mean_square**0.5)
-    agent.updates = 1
+    agent.updates += 1
     ppo_cma.update(agent, *given[:2], 3.0 * given[2], given[3])
     mean_square *= (1 + 9) / 2  # both iterations weigh the same
     np.testing.assert_allclose(learned[1], 3.0 * given[2] / mean_square**0.5)
