@@ -463,7 +463,10 @@ class Run:
         self.folder = args.resume or args.run_dir or Path("runs") / name
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {self.folder} goes on with it")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fail(f"{self.folder}: {error.strerror}")
         if args.track:
             import wandb  # before the writer, which it follows
 
@@ -629,7 +632,7 @@ def train(args: Args) -> Path:
 
     def handler(number, frame):  # ends training after this iteration; the next signal acts at once
         stop.append(number)
-        signal.signal(number, before[number])
+        signal.signal(number, signal.SIG_DFL)
         os.write(2, b"\nstopping after this iteration\n")
 
     signals = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)}

@@ -133,7 +133,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
     more = {"args": argv, "console_outputs": RANK == 0}
     (folder, cut_off), _ = tyro.cli(runs, **more, return_unknown_args=True, add_help=False)
-    if cut_off and '"finished"' in (cut_off / "run.json").read_text():
+    if cut_off and '"status": "finished"' in (cut_off / "run.json").read_text():
         fail(f"a finished run is there: --resume {cut_off} --total-timesteps N goes on with it")
     saved = load_checkpoint(folder or cut_off)["args"] if folder or cut_off else Args()
     args = tyro.cli(Args, **more, description=__doc__, default=saved)
@@ -471,7 +471,10 @@ class Run:
             return
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {self.folder} goes on with it")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fail(f"{self.folder}: {error.strerror}")
         if args.track:
             import wandb  # before the writer, which it follows
 
@@ -669,7 +672,7 @@ def train(args: Args) -> Path:
     def handler(number, frame):  # ends training after this iteration; the next signal acts at once,
         stop.append(number)  # except that torchrun passes on what its processes have got already
         if "TORCHELASTIC_RUN_ID" not in os.environ:
-            signal.signal(number, before[number])
+            signal.signal(number, signal.SIG_DFL)
         os.write(2, b"\nstopping after this iteration\n" if RANK == 0 else b"")
 
     signals = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)}
