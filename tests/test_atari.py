@@ -339,6 +339,123 @@ def test_64_environments_of_two_seeds(env_id):
     assert len(set(ways)) == 128
     assert all(len(start) > 20 for start in starts)
 
+
+def toy_rollout(args: Args, T: int, monkeypatch=None):
+    envs, agent, log = script.Envs(args, slice(0, 4)), make_agent(args), Log()
+    return envs, agent, log, script.rollout(agent, envs, log, args)
+
+
+def test_score_is_the_raw_sum_over_a_whole_game(toys):
+    args = small("--num-steps 25")
+    *_, log, data = toy_rollout(args, 25)
+    # games of 2 lives, a junk row after each
+    wanted = []
+    for i, life in enumerate((3, 4, 5, 3)):
+        for end in range(2 * life, 25, 2 * life + 2):
+            wanted.append((end + 1, sum(i + t for t in range(1, 2 * life + 1)), 2 * life, i))
+    wanted.sort(key=lambda game: (game[0], game[3]))
+    steps = data.valid.sum(axis=1).cumsum()
+    assert log.rows == [(steps[end - 1], score, length) for end, score, length, _ in wanted]
+    assert log.global_step == data.valid.sum() == steps[-1] < 100
+    assert set(np.unique(data.rewards)) <= {0.0, 1.0}  # clipped
+
+
+def test_rows_of_a_rollout_and_their_types(toys):
+    args = small("--num-steps 9")
+    envs, agent, log, data = toy_rollout(args, 9)
+    assert (data.obs.dtype, data.obs.shape) == (torch.uint8, (9, 4, 4, 84, 84))
+    assert data.obs.nbytes == 9 * 4 * 28224
+    assert data.actions.dtype == torch.int64
+    assert data.values.shape == (10, 4)
+    assert data.valid[:, 0].tolist() == [True] * 3 + [False] + [True] * 3 + [False, True]
+    assert data.terminated[:, 0].tolist() == [t in (2, 6) for t in range(9)]
+    assert (data.rewards[~data.valid] == 0).all()
+    with torch.no_grad():  # of the policy that acted, at the observations stored
+        _, logprob, _, values = agent(data.obs.flatten(0, 1), data.actions.flatten())
+        assert torch.allclose(agent.get_value(torch.as_tensor(envs.obs)), data.values[-1])
+    torch.testing.assert_close(logprob, data.logprobs.flatten())
+    torch.testing.assert_close(values, data.values[:-1].flatten(), atol=1e-5, rtol=1e-5)
+    assert len(set(data.actions.flatten().tolist())) == 4
+    again = script.rollout(agent, envs, log, args)
+    assert again.valid[0].tolist() == [True, False, True, True]  # from one rollout to the next
+
+
+def test_actions_do_not_depend_on_the_number_of_processes(toys, monkeypatch):
+    args, drawn = small("--num-envs 8 --num-steps 3"), []
+    for which in (slice(0, 8), slice(0, 4), slice(4, 8)):
+        monkeypatch.setattr(script, "own_envs", lambda args, which=which: which)
+        envs = script.Envs(args, which)
+        drawn.append(script.rollout(make_agent(args), envs, Log(), args).actions)
+    assert torch.equal(drawn[0], torch.cat(drawn[1:], dim=1))
+    assert len({tuple(column) for column in drawn[0].T.tolist()}) > 4
+
+
+def test_a_lost_life_ends_the_return_and_truncation_bootstraps(toys, monkeypatch):
+    monkeypatch.setattr(Toy, "limit", 5)
+    args = small("--num-steps 9 --gamma 0.9 --gae-lambda 1")
+    *_, log, data = toy_rollout(args, 9)
+    values = data.values.double().numpy()
+    advantages = script.gae(data.rewards, values, data.terminated, data.truncated, 0.9, 1.0)
+    returns = (advantages + values[:-1])[:, 0]
+    assert data.terminated[:, 0].tolist() == [t == 2 for t in range(9)]
+    assert data.truncated[:, 0].tolist() == [t == 5 for t in range(9)]
+    assert returns[:3] == pytest.approx([2.71, 1.9, 1.0])  # the life is lost
+    assert returns[4:6] == pytest.approx([1.9 + 0.81 * values[6, 0], 1 + 0.9 * values[6, 0]])
+    assert (15.0, 5) in [row[1:] for row in log.rows]  # the game is over
+
+
+def test_junk_rows_change_no_bit_of_an_update(toys):
+    args = parse("--num-envs 8 --num-steps 6 --num-minibatches 2 --update-epochs 1")
+    data, after = synthetic(6), []
+    assert 3 < (~data.valid).sum() < 20
+    junk = torch.as_tensor(~data.valid)
+    noise = torch.randint(0, 4, (6, 8))
+    other = data._replace(
+        actions=torch.where(junk, noise, data.actions),
+        logprobs=torch.where(junk, -1.0, data.logprobs),
+        rewards=np.where(data.valid, data.rewards, 5.0),
+    )
+    for it in (data, other):
+        agent = make_agent(args)
+        after.append(script.update(agent, it, 0, 1e-3, args))
+        after.append(agent.vector)
+    assert torch.equal(after[1], after[3])
+    assert after[0] == after[2]
+
+
+# --- agent ----------------------------------------------------------------------------------------
+
+
+def test_agent_as_in_cleanrl():
+    torch.manual_seed(0)
+    agent = script.Agent(Toy)
+    obs = torch.randint(0, 256, (5, 4, 84, 84), dtype=torch.uint8)
+    with torch.no_grad():
+        action, logprob, entropy, value = agent.get_action_and_value(obs)
+        same, again, _, _ = agent.get_action_and_value(obs, action)
+        floats = agent.get_value(obs.float())
+    assert action.shape == logprob.shape == entropy.shape == value.shape == (5,)
+    assert action.dtype == torch.int64
+    assert torch.equal(same, action)
+    assert torch.equal(again, logprob)
+    torch.testing.assert_close(floats, value)  # scaled in the network
+    assert entropy.tolist() == pytest.approx([math.log(4)] * 5, abs=1e-3)
+    layers = [m for m in agent.modules() if hasattr(m, "weight")]
+    gains = [math.sqrt(2)] * 4 + [0.01, 1.0]
+    for layer, gain in zip(layers, gains, strict=True):
+        singular = torch.linalg.svdvals(layer.weight.detach().flatten(1))
+        torch.testing.assert_close(singular, torch.full_like(singular, gain))
+        assert (layer.bias == 0).all()
+    assert sum(p.numel() for p in agent.parameters()) == 1_686_693  # of the paper, 4 actions
+
+
+def one_update(flags: str, device: str = "cpu") -> torch.Tensor:
+    args = parse(f"--num-envs 8 --num-steps 6 --num-minibatches 2 --update-epochs 1 {flags}")
+    agent = make_agent(args).to(device)
+    agent.adam = script.flat_adam(agent)
+    gradient = script.compile_grad(agent, args)
+    data = synthetic(6)
+    tensors = {k: x.to(device) for k, x in data._asdict().items() if isinstance(x, torch.Tensor)}
     for k in range(2):
         script.update(agent, data._replace(**tensors), k, 2.5e-4, args, gradient)
     return agent.vector.cpu()
