@@ -32,6 +32,7 @@ import importlib.util
 import json
 import math
 import os
+import pickle
 import re
 import shlex
 import signal
@@ -116,6 +117,8 @@ class Args:
             least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
+        if self.evaluate and self.world_size > 1:
+            raise ValueError("--evaluate plays in one process")
         if self.num_envs % self.world_size:
             raise ValueError(f"--num-envs {self.num_envs}: not the same for each process")
         if Path(self.exp_name).name != self.exp_name:
@@ -129,17 +132,17 @@ def parse_args(argv: list[str] | None = None) -> Args:
     --run-dir, too, if a run was cut off there: it is resumed."""
 
     def runs(resume: Path | None = None, evaluate: Path | None = None, run_dir: Path | None = None):
-        return resume or evaluate, run_dir and (run_dir / "checkpoint.pt").exists() and run_dir
+        return resume or evaluate or (run_dir and (run_dir / "checkpoint.pt").exists() and run_dir)
 
-    more = {"args": argv, "console_outputs": RANK == 0}
-    (folder, cut_off), _ = tyro.cli(runs, **more, return_unknown_args=True, add_help=False)
-    if cut_off and '"status": "finished"' in (cut_off / "run.json").read_text():
-        fail(f"a finished run is there: --resume {cut_off} --total-timesteps N goes on with it")
-    saved = load_checkpoint(folder or cut_off)["args"] if folder or cut_off else Args()
-    args = tyro.cli(Args, **more, description=__doc__, default=saved)
-    args.resume = args.resume or cut_off or None
-    if args.resume and args.local_num_envs:  # there may be more or fewer processes than there were
+    folder, _ = tyro.cli(runs, args=argv, return_unknown_args=True, add_help=False)
+    saved = load_checkpoint(folder)["args"] if folder else Args()
+    args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
+    if folder and args.local_num_envs:  # there may be more or fewer processes than there were
         args = replace(args, local_num_envs=0, num_envs=saved.num_envs)
+    if folder and folder == args.run_dir:
+        if '"status": "finished"' in (folder / "run.json").read_text():
+            fail(f"a finished run is there: --resume {folder} --total-timesteps N goes on with it")
+        args.resume = folder
     if args.resume and (args.env_id, args.num_envs) != (saved.env_id, saved.num_envs):
         fail(f"{args.resume} goes on with its {saved.num_envs} environments of {saved.env_id}")
     needs = {"moviepy": args.capture_video, "wandb": args.track, "envpool": True}
@@ -151,8 +154,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 def fail(message: str):
     """One line on standard error, exit code 2."""
-    if RANK == 0:
-        print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
+    if RANK > 0:
+        time.sleep(60)  # rank 0 says it, too, and torchrun then ends all; if not, it is said here
+    print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -176,7 +180,6 @@ class Envs:
     def __init__(self, args: Args, which: slice, start: int = 0, threads: int = 1, **more):
         import envpool
 
-        gym.logger.min_level = gym.logger.ERROR
         name = re.sub(r"^(ALE/)?(\w+?)(NoFrameskip|Deterministic)?-v\d$", r"\2-v5", args.env_id)
         sticky = 0.25 if args.env_id.startswith("ALE/") or args.env_id.endswith("-v0") else 0.0
         if envpool.registration.registry.specs.get(name, [None])[0] != "envpool.atari":
@@ -186,7 +189,6 @@ class Envs:
         more |= {"episodic_life": True, "reward_clip": True, "repeat_action_probability": sticky}
         more |= {"num_envs": len(numbers), "num_threads": min(threads, len(numbers))}
         self.vector = envpool.make(name, env_type="gymnasium", seed=seeds, **more)
-        self.action_space = self.vector.action_space  # of each
         self.obs = self.vector.reset()[0]  # [N, 4, 84, 84], bytes
         self.over = np.zeros(len(numbers), bool)  # [N], the last step ended an episode
         # [N], whether the game ended just now; its raw score and its steps so far
@@ -253,8 +255,7 @@ class Agent(nn.Module):
         return self.critic(self.hidden(obs)).squeeze(-1)
 
     def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor | None = None):
-        """Action [B] (sampled unless given), its log-probability [B], entropy [B] and value [B] at
-        observations [B, 4, 84, 84]."""
+        """Action [B] (sampled unless given), log-probability, entropy, V [B] at [B, 4, 84, 84]."""
         logprobs, value = self.policy(obs)
         if action is None:
             action = torch.distributions.Categorical(logits=logprobs).sample()
@@ -266,9 +267,8 @@ class Agent(nn.Module):
     @torch.no_grad()
     def act(self, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
         """Greedy actions [N] at bytes [N, 4, 84, 84] or, given Gumbel noise [N, A], samples."""
-        logprobs, _ = self.policy(torch.as_tensor(obs, device=self.actor.bias.device))
-        logprobs = logprobs.cpu().numpy()
-        return (logprobs if noise is None else logprobs + np.float32(noise)).argmax(axis=-1)
+        policy, _ = self.policy(torch.as_tensor(obs, device=self.actor.bias.device))
+        return (policy.cpu().numpy() + np.float32(0 if noise is None else noise)).argmax(axis=-1)
 
 
 # --- algorithm ------------------------------------------------------------------------------------
@@ -367,10 +367,9 @@ def minibatch_grad(agent: Agent, minibatch: Batch, moments: torch.Tensor, args: 
 
 
 def minibatch_rows(iteration: int, which: slice, args: Args, device="cpu") -> list[list]:
-    """Of each epoch, of each minibatch: the rows [n] of this process's batch [T * N] in it.
-
-    It has as many steps of every environment, and every sample comes once an epoch (detail 6): it
-    is the same minibatch whatever the number of processes."""
+    """Of each epoch, of each minibatch: the rows [n] of this process's batch [T * N] in it, as many
+    steps of every environment, every sample once an epoch (detail 6). So it is the same minibatch
+    whatever the number of processes."""
     rng = np.random.default_rng((args.seed, iteration, 1))
     order = rng.random((args.update_epochs, args.num_steps, args.num_envs)).argsort(axis=1)
     order = order[:, :, which]  # a permutation of T steps in each column
@@ -379,8 +378,8 @@ def minibatch_rows(iteration: int, which: slice, args: Args, device="cpu") -> li
 
 
 def advantage_moments(batch: Batch, rows: list[torch.Tensor]) -> torch.Tensor:
-    """Mean and standard deviation of the advantages in each of the minibatches, and the number of
-    its samples, over all processes: [minibatches, 3]."""
+    """Mean and deviation of the advantages in each minibatch, and their number, over all processes:
+    [minibatches, 3]."""
     x, w = batch.advantages.double(), batch.weights.double()
     sums = torch.stack([torch.stack([w[i].sum(), (w * x)[i].sum()]) for i in rows])
     count, total = world_sum(sums).unbind(-1)
@@ -399,10 +398,9 @@ def update(agent, data: Rollout, iteration: int, rate: float, args: Args, gradie
     fields = data.obs, data.actions, data.logprobs, advantages, advantages + values, values, weights
     batch = Batch(*(x.flatten(0, 1) for x in fields))  # B = T * N
 
-    epochs = minibatch_rows(iteration, own_envs(args), args, values.device)
+    epochs, metrics = minibatch_rows(iteration, own_envs(args), args, values.device), []
     moments = iter(advantage_moments(batch, [rows for epoch in epochs for rows in epoch]))
     agent.adam.param_groups[0]["lr"] = torch.tensor(rate, device=values.device)
-    metrics = []
     for epoch in epochs:
         for rows in epoch:
             shares = gradient(agent, Batch(*(x[rows] for x in batch)), next(moments), args)
@@ -526,12 +524,10 @@ class Run:
 
 
 def save(run: Run, agent: Agent):
-    """Everything needed to continue, whole or not at all: written aside, then renamed. Random
-    numbers come from the seed and the iteration."""
+    """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    content = {"args": vars(run.args), "agent": agent.state_dict()}
-    content |= {"optimizer": agent.adam.state_dict()}
-    content |= {"global_step": run.global_step, "iteration": run.iteration}
+    content = {"args": vars(run.args), "agent": agent.state_dict(), "iteration": run.iteration}
+    content |= {"optimizer": agent.adam.state_dict(), "global_step": run.global_step}
     content |= {"seconds": run.seconds(), "csv_size": run.csv.tell()}
     torch.save(content, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
@@ -547,11 +543,10 @@ def load_checkpoint(folder: Path) -> dict:
 
 
 def load(folder: Path, envs=None) -> tuple[Agent, Args]:
-    """The agent saved in a run's folder, and the run's arguments. `envs` is what it shall act in;
-    by default one environment of the run's id."""
+    """The agent saved in a run's folder, for `envs` or a new one of its id, and its arguments."""
     checkpoint = load_checkpoint(folder)
     args = checkpoint["args"]
-    agent = Agent(envs or Envs(args, slice(0, 1)), args)
+    agent = Agent(envs or Envs(args, slice(0, 1)).vector, args)
     try:
         agent.load_state_dict(checkpoint["agent"])
     except RuntimeError as error:
@@ -565,7 +560,7 @@ def evaluate(args: Args) -> list[float]:
     torch.set_num_threads(args.num_threads or 1)
     more = {"render_mode": "rgb_array"} if args.capture_video else {}
     envs = Envs(replace(args, seed=episode_seed(args.seed, 2**31)), slice(0, 1), **more)
-    (agent, _), returns = load(args.evaluate, envs), []
+    (agent, _), returns = load(args.evaluate, envs.vector), []
     for episode in range(args.eval_episodes):
         frames = []
         while not (frames and envs.ended[0]):
@@ -581,8 +576,10 @@ def evaluate(args: Args) -> list[float]:
 
 
 # --- training -------------------------------------------------------------------------------------
-def join(args: Args) -> tuple[torch.device, int]:
-    """Join the other processes that torchrun started, if any; this one's device and CPU threads."""
+def join(args: Args | None) -> tuple[Args, torch.device, int]:
+    """Join torchrun's other processes, if any: rank 0's arguments; this one's device, threads."""
+    if "WORLD_SIZE" in os.environ:
+        store, args = meet(args)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this node, this one included
     device, backend = torch.device("cpu"), "gloo"
@@ -592,25 +589,26 @@ def join(args: Args) -> tuple[torch.device, int]:
         torch.cuda.set_device(device)
         backend = "nccl" if neighbours <= len(set(ids[:neighbours])) else "gloo"
     if args.world_size > 1:
-        more = {"rank": RANK, "world_size": args.world_size}
-        dist.init_process_group(args.backend or backend, store=meet(args.world_size), **more)
-    return device, max(1, cores // neighbours)
+        more = {"store": store, "rank": RANK, "world_size": args.world_size}
+        dist.init_process_group(args.backend or backend, **more)
+    return args, device, max(1, cores // neighbours)
 
 
-def meet(size: int) -> dist.Store:
+def meet(args: Args | None) -> tuple[dist.Store, Args]:
     """A store of these processes alone: torchrun's keeps the addresses of those before a restart,
-    https://github.com/pytorch/pytorch/issues/135712. Rank 0 names it."""
+    https://github.com/pytorch/pytorch/issues/135712. Rank 0 names it and tells its arguments."""
     store, *_ = next(dist.rendezvous("env://"))
     mine = os.urandom(16).hex()
     if RANK == 0:
         store.set("named", mine)
-        others = [store.get(f"{mine}/{rank}").decode() for rank in range(1, size)]
+        others = [store.get(f"{mine}/{rank}").decode() for rank in range(1, args.world_size)]
         for name in (mine, *others):
-            store.set(name, mine)
+            store.set(name, pickle.dumps((mine, args)))
     while not store.check([mine]):  # until rank 0 has answered
         store.set(f"{store.get('named').decode()}/{RANK}", mine)
         time.sleep(0.05)
-    return dist.PrefixStore(store.get(mine).decode(), store)
+    name, args = pickle.loads(store.get(mine))
+    return dist.PrefixStore(name, store), args
 
 
 def own_envs(args: Args) -> slice:
@@ -642,18 +640,18 @@ def compile_grad(agent: Agent, args: Args):
     return torch.compile(minibatch_grad, fullgraph=True, options=options)
 
 
-def train(args: Args) -> Path:
-    """Train, or go on training; returns the run's folder."""
-    device, threads = join(args)
-    told = [args, load_checkpoint(args.resume) if args.resume and RANK == 0 else {}]
+def train(args: Args | None) -> Path:
+    """Train, or go on training; returns the run's folder. Arguments are rank 0's."""
+    args, device, threads = join(args)
+    told = [load_checkpoint(args.resume) if args.resume and RANK == 0 else {}]
     if args.world_size > 1:
         dist.broadcast_object_list(told, src=0)  # others may not see the folder
-    args, checkpoint = told
+    (checkpoint,) = told
     torch.set_num_threads(args.num_threads or threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     envs = Envs(args, own_envs(args), checkpoint.get("iteration", 0), args.env_threads or threads)
     torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-    agent = Agent(envs, args).to(device)
+    agent = Agent(envs.vector, args).to(device)
     agent.adam = flat_adam(agent)
     if args.resume:
         agent.load_state_dict(checkpoint["agent"])
@@ -718,5 +716,5 @@ def train(args: Args) -> Path:
 
 
 if __name__ == "__main__":
-    args = parse_args()
-    evaluate(args) if args.evaluate else train(args)
+    args = parse_args() if RANK == 0 or {"-h", "--help"} & {*sys.argv} else None
+    evaluate(args) if args and args.evaluate else train(args)

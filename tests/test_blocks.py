@@ -14,7 +14,7 @@ LINES = {
     "ppo_continuous_action": 732,
     "ppo_cma": 738,
     "ppo_kl_adaptive": 802,
-    "ppo_atari_multigpu": 722,
+    "ppo_atari_multigpu": 720,
 }
 EVERY = pytest.mark.parametrize("script", LINES)
 
