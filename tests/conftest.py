@@ -15,3 +15,9 @@ torch.set_num_threads(1)
 @pytest.fixture
 def root() -> Path:
     return ROOT
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(3600))

@@ -150,8 +150,16 @@ def assert_same(a, b):
 
 def in_a_fork(function, *args) -> int:
     """Call a function in a copy of this process: a program without the seconds of its imports. Its
-    exit status, or less than 0: the signal that ended it."""
-    process = multiprocessing.get_context("fork").Process(target=function, args=args)
+    exit status, or less than 0: the signal that ended it. Nothing may draw here or there: OpenGL's
+    threads do not live through a fork, and whoever waits for them waits for ever."""
+
+    def called():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGALRM):  # not what others left: pytest, a library
+            signal.signal(number, signal.SIG_DFL)
+        function(*args)
+
+    process = multiprocessing.get_context("fork").Process(target=called)
     process.start()
     process.join(300)
     process.kill()  # if it still runs

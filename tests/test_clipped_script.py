@@ -22,7 +22,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from program import Clockwork, assert_same, content, installed, rows, run, scalars
+from program import ROOT, Clockwork, assert_same, content, installed, rows, run, scalars
 
 import ppo
 import ppo_continuous_action
@@ -349,8 +349,10 @@ def test_evaluate_is_deterministic_and_writes_nothing(script, undisturbed, monke
 
 
 def test_video_of_the_final_policy(script, undisturbed, tmp_path):
-    flags = "--total-timesteps 700 --capture-video --eval-episodes 2"
-    checkpoint = train(script, tmp_path, flags)
+    flags = f"{SMALL[script]} --total-timesteps 700 --capture-video --eval-episodes 2"
+    done = run(ROOT / f"{script.__name__}.py", "--run-dir", str(tmp_path), *flags.split())
+    assert done.returncode == 0, done.stderr
+    checkpoint = script.load_checkpoint(tmp_path)
     videos = list((tmp_path / "videos").glob("*.mp4"))
     assert len(videos) == 2
     assert all(video.stat().st_size > 1000 for video in videos)
