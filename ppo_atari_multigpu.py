@@ -32,7 +32,6 @@ import importlib.util
 import json
 import math
 import os
-import pickle
 import re
 import shlex
 import signal
@@ -145,9 +144,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
         args.resume = folder
     if args.resume and (args.env_id, args.num_envs) != (saved.env_id, saved.num_envs):
         fail(f"{args.resume} goes on with its {saved.num_envs} environments of {saved.env_id}")
-    needs = {"moviepy": args.capture_video, "wandb": args.track, "envpool": True}
-    for package, needed in needs.items():
-        if needed and importlib.util.find_spec(package) is None:
+    for package in ["moviepy"] * args.capture_video + ["wandb"] * args.track + ["envpool"]:
+        if importlib.util.find_spec(package) is None:
             fail(f"{package} is not installed: pip install {package}")
     return args
 
@@ -603,12 +601,13 @@ def meet(args: Args | None) -> tuple[dist.Store, Args]:
         store.set("named", mine)
         others = [store.get(f"{mine}/{rank}").decode() for rank in range(1, args.world_size)]
         for name in (mine, *others):
-            store.set(name, pickle.dumps((mine, args)))
+            store.set(name, json.dumps([mine, vars(args)], default=str))
     while not store.check([mine]):  # until rank 0 has answered
         store.set(f"{store.get('named').decode()}/{RANK}", mine)
         time.sleep(0.05)
-    name, args = pickle.loads(store.get(mine))
-    return dist.PrefixStore(name, store), args
+    name, args = json.loads(store.get(mine))
+    paths = {key: Path(args[key]) for key in ("run_dir", "resume", "evaluate") if args[key]}
+    return dist.PrefixStore(name, store), Args(**args | paths)
 
 
 def own_envs(args: Args) -> slice:

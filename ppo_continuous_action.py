@@ -32,7 +32,6 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -121,10 +120,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
     if args.resume and args.num_envs != saved.num_envs:
         fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
-    needs = {"moviepy": args.capture_video, "wandb": args.track}
-    needs["shimmy"] = args.env_id.startswith("dm_control/")
-    for package, needed in needs.items():
-        if needed and importlib.util.find_spec(package) is None:
+    for package in ["moviepy"] * args.capture_video + ["wandb"] * args.track:
+        if importlib.util.find_spec(package) is None:
             fail(f"{package} is not installed: pip install {package}")
     return args
 
@@ -373,13 +370,8 @@ class Batch(NamedTuple):
     values: torch.Tensor  # [B], before the update
 
 
-METRICS = (
-    "value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm"
-)  # fmt: skip
-
-
 def ppo_loss(agent: Agent, parameters: dict[str, torch.Tensor], batch: Batch, args: Args):
-    """The clipped objective (Schulman et al. 2017, eq. 9), and the METRICS but for grad_norm."""
+    """The clipped objective (Schulman et al. 2017, eq. 9), and what is logged of it."""
     given = batch.obs, batch.actions
     _, logprob, entropy, value = torch.func.functional_call(agent, parameters, given)
     logratio = logprob - batch.logprobs
@@ -401,9 +393,9 @@ def ppo_loss(agent: Agent, parameters: dict[str, torch.Tensor], batch: Batch, ar
     entropy = entropy.mean()  # whose bonus encourages exploration (detail 10)
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
-    old_approx_kl, approx_kl = -logratio.mean(), (ratio - 1.0 - logratio).mean()
-    clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
-    return loss, (value_loss, policy_loss, entropy, old_approx_kl, approx_kl, clipfrac)
+    metrics = {"value_loss": value_loss, "policy_loss": policy_loss, "entropy": entropy}
+    metrics |= {"old_approx_kl": -logratio.mean(), "approx_kl": (ratio - 1.0 - logratio).mean()}
+    return loss, metrics | {"clipfrac": ((ratio - 1.0).abs() > args.clip_coef).float().mean()}
 
 
 def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
@@ -416,7 +408,7 @@ def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
 
 
 def minibatch_step(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
-    """One step of Adam (Kingma & Ba 2015, algorithm 1) on the rows [M] of the batch; METRICS [7]"""
+    """One step of Adam (Kingma & Ba 2015, algorithm 1) on the rows [M] of the batch; metrics"""
     minibatch = Batch(*(x[rows] for x in batch))
     vector = adam["parameters"].detach().requires_grad_()
     names, parameters = zip(*agent.named_parameters(), strict=True)
@@ -433,7 +425,7 @@ def minibatch_step(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, 
         mean = adam["exp_avg"] / (1.0 - 0.9 ** adam["steps"])
         square = adam["exp_avg_sq"] / (1.0 - 0.999 ** adam["steps"])
         adam["parameters"] -= learning_rate * mean / (square.sqrt() + 1e-5)
-        return torch.stack([*metrics, norm])
+    return {name: x.detach() for name, x in metrics.items()} | {"grad_norm": norm}
 
 
 def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=minibatch_step):
@@ -454,22 +446,23 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
     fields = obs[:-1], actions, logprobs, advantages, advantages + values, values
     batch = Batch(*(x.flatten(0, 1) for x in fields))  # B = T * N
 
-    rows, metrics = np.flatnonzero(data.valid), []  # what is learned from
+    rows, steps = np.flatnonzero(data.valid), []  # what is learned from; metrics of each step
     learning_rate = torch.tensor(learning_rate, device=device)
     for _ in range(args.update_epochs):
         order = torch.as_tensor(agent.rng.permutation(rows), device=device)
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
         for minibatch in order.tensor_split(args.num_minibatches):
-            metrics.append(step(agent, agent.adam, batch, minibatch, learning_rate, args))
-        approx_kl = torch.stack(metrics[-args.num_minibatches :])[:, METRICS.index("approx_kl")]
+            metrics = step(agent, agent.adam, batch, minibatch, learning_rate, args)
+            steps.append(torch.stack([*metrics.values()]))  # a copy: CUDA graphs use theirs again
+        approx_kl = torch.stack(steps[-args.num_minibatches :])[:, [*metrics].index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
     if not first:
         agent.obs_moments.update(seen)
-    means = torch.stack(metrics).mean(dim=0).tolist()
+    means = torch.stack(steps).mean(dim=0).tolist()
     residual, targets = (batch.returns - batch.values)[rows], batch.returns[rows]
     unexplained = residual.var(correction=0) / targets.var(correction=0).clamp(min=1e-12)
-    metrics = {f"losses/{name}": mean for name, mean in zip(METRICS, means, strict=True)}
+    metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
     metrics["losses/explained_variance"] = 1.0 - unexplained.item()
     metrics["charts/policy_std"] = (agent.actor_logstd.exp() * agent.unit).mean().item()
     return metrics
@@ -651,15 +644,8 @@ def compile_step(agent: Agent, args: Args):
         options["cpp.use_decompose_tanh"] = True
     for tensor in agent.adam.values() if args.cudagraphs else ():  # which change these in place
         torch._dynamo.mark_static_address(tensor, guard=False)
-    compiled, calls = torch.compile(minibatch_step, fullgraph=True, options=options), count()
-
-    def step(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
-        if next(calls) == 0:  # what is compiled then serves any number of rows
-            torch._dynamo.mark_dynamic(rows, 0)
-        metrics = compiled(agent, adam, batch, rows, learning_rate, args)
-        return metrics.clone() if args.cudagraphs else metrics  # which the next graph overwrites
-
-    return step
+    torch.compiler.config.dynamic_sources = "L['rows']"  # minibatches of any size, compiled once
+    return torch.compile(minibatch_step, fullgraph=True, options=options)
 
 
 def train(args: Args) -> Path:

@@ -127,10 +127,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
     if args.resume and args.num_envs != saved.num_envs:
         fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
-    needs = {"moviepy": args.capture_video, "wandb": args.track}
-    needs["shimmy"] = args.env_id.startswith("dm_control/")
-    for package, needed in needs.items():
-        if needed and importlib.util.find_spec(package) is None:
+    for package in ["moviepy"] * args.capture_video + ["wandb"] * args.track:
+        if importlib.util.find_spec(package) is None:
             fail(f"{package} is not installed: pip install {package}")
     return args
 
@@ -726,8 +724,9 @@ def compile_networks(agent: Agent):
         print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
 
 
-def finished(run: Run, args: Args) -> bool:
-    played = run.iteration * args.episodes_per_batch if args.num_episodes else run.global_step
+def finished(run: Run, envs: list[Episodes], args: Args) -> bool:
+    episodes = sum(env.episode + 1 for env in envs) - 5  # those of the first scale do not count
+    played = episodes if args.num_episodes else run.global_step
     return played >= (args.num_episodes or args.total_timesteps)
 
 
@@ -766,7 +765,7 @@ def train(args: Args) -> Path:
     before = {number: signal.signal(number, handler) for number in signals}
     try:
         save(run, agent, envs)
-        while not finished(run, args) and not stop:
+        while not finished(run, envs, args) and not stop:
             if run.iteration == 0:  # the first scale, from 5 episodes that count for nothing else
                 data = rollout(agent, envs, 5)
                 agent.obs_moments.update(data.obs[:-1][data.valid])
@@ -780,7 +779,7 @@ def train(args: Args) -> Path:
             if run.iteration % args.checkpoint_interval == 0:
                 save(run, agent, envs)
         save(run, agent, envs)
-        status = "finished" if finished(run, args) else "running"
+        status = "finished" if finished(run, envs, args) else "running"
     finally:
         final = run.close(status)
         for number, old in before.items():

@@ -19,6 +19,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
+METRICS = [  # of a minibatch of the clipped scripts
+    "value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm"
+]  # fmt: skip
 
 
 def run(script, *argv, cwd=None, **kwargs):
@@ -65,6 +68,9 @@ def installed(monkeypatch, **packages: bool):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: packages.get(name, plain(name, *a)) or None
     )
+    for name, there in packages.items():
+        if not there:
+            monkeypatch.setitem(sys.modules, name, None)
 
 
 class Clockwork(gym.Env):

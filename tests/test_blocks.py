@@ -23,7 +23,7 @@ EVERY = pytest.mark.parametrize("script", LINES)
 CMA, KL, ATARI = "ppo_cma", "ppo_kl_adaptive", "ppo_atari_multigpu"
 OWN = {
     **dict.fromkeys(["Args", "Agent", "Episodes", "make_env", "rollout", "update", "train"], LINES),
-    "parse_args": {"ppo", KL, ATARI},  # dm_control; an environment without a flag; restarts
+    "parse_args": {KL, ATARI},  # an environment without a flag; restarts
     "mlp": {KL},
     "make_envs": {KL},
     "Rollout": {KL, ATARI},  # whole episodes; values of the policy that acted

@@ -13,6 +13,7 @@ import torch
 from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from program import METRICS
 from stable_baselines3.common.logger import Logger
 
 import ppo
@@ -100,7 +101,7 @@ def spying(script):
 
     def step(*given):
         metrics = script.minibatch_step(*given)
-        named = dict(zip(script.METRICS, metrics.tolist(), strict=True))
+        named = {name: x.item() for name, x in metrics.items()}
         seen.append(SimpleNamespace(batch=given[2], rows=given[3], **named))
         return metrics
 
@@ -545,14 +546,12 @@ def test_clipped_surrogate_is_pessimistic(script, ratio, advantage):
     assert grad == pytest.approx(0.0 if inactive else -advantage * ratio, rel=1e-5)
     policy_loss = -min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
     k1, k3 = -math.log(ratio), ratio - 1 - math.log(ratio)
-    expected = [
-        policy_loss,
-        k1,
-        k1,
-        k3,
-        float(not 0.8 <= ratio <= 1.2),
-    ]  # k1 is this agent's entropy, too
-    assert [x.item() for x in metrics[1:]] == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    expected = {
+        "policy_loss": policy_loss, "entropy": k1, "old_approx_kl": k1, "approx_kl": k3,
+        "clipfrac": float(not 0.8 <= ratio <= 1.2),
+    }  # fmt: skip
+    found = {name: metrics[name].item() for name in expected}  # k1 is this agent's entropy, too
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
 @both
@@ -563,7 +562,7 @@ def test_value_loss(script, value, target, clip_vloss):
     metrics, _, grad = loss_of(script, 0.0, 0.0, value, 0.0, target, clip_vloss=clip_vloss)
     near = min(max(value, -0.2), 0.2)
     errors = [(value - target) ** 2, (near - target) ** 2 if clip_vloss else 0.0]
-    assert metrics[0].item() == pytest.approx(0.5 * max(errors), rel=1e-5)
+    assert metrics["value_loss"].item() == pytest.approx(0.5 * max(errors), rel=1e-5)
     expected = 0.0 if errors[1] > errors[0] else 0.5 * (value - target)  # vf_coef is 0.5
     assert grad == pytest.approx(expected, rel=1e-5)
 
@@ -581,7 +580,8 @@ def test_first_minibatch_has_ratio_one(script):
         floats = seen[0].batch._replace(actions=seen[0].batch.values)  # trap 34
         assert {x.dtype for x in (*floats, agent.adam["parameters"])} == {torch.float32}
         assert seen[-1].approx_kl > 1e-5
-        for name in script.METRICS:
+        assert vars(seen[0]).keys() == {"batch", "rows", *METRICS}
+        for name in METRICS:
             mean = np.mean([vars(one)[name] for one in seen])
             assert metrics[f"losses/{name}"] == pytest.approx(mean, rel=1e-4, abs=1e-6)
 
@@ -594,7 +594,7 @@ def test_every_sample_once_an_epoch(script):
 
     def step(agent, adam, batch, rows, learning_rate, args):
         minibatches.append(rows)
-        return torch.zeros(7)
+        return {name: torch.zeros(()) for name in METRICS}
 
     for size in (4, 5, 8, 17, 40):
         data = random_rollout(script, size, 1)

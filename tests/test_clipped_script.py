@@ -22,7 +22,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from program import ROOT, Clockwork, assert_same, content, installed, rows, run, scalars
+from program import METRICS, ROOT, Clockwork, assert_same, content, installed, rows, run, scalars
 
 import ppo
 import ppo_continuous_action
@@ -164,7 +164,7 @@ def test_run_folder_and_logs(script, undisturbed):
     points = scalars(folder, timed=True)
     for tag, column in (("charts/episodic_return", returns), ("charts/episodic_length", lengths)):
         assert points.pop(tag) == sorted(zip(steps, column, strict=True))
-    losses = {f"losses/{name}" for name in (*script.METRICS, "explained_variance")}
+    losses = {f"losses/{name}" for name in (*METRICS, "explained_variance")}
     assert points.keys() >= losses | {"charts/learning_rate", "charts/SPS"}
     for tag, values in points.items():
         assert len({step for step, _ in values}) == 5, tag

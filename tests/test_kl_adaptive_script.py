@@ -392,6 +392,12 @@ def test_resume_extends_a_run_that_was_moved(tmp_path, undisturbed):
     assert not folder.exists()
 
 
+def test_episodes_are_counted_whatever_the_batch_was(tmp_path):
+    train(tmp_path / "run", "--env-id CartPole-v1 --num-envs 2 --num-episodes 10")
+    assert resume(tmp_path / "run", "-b 10 --num-episodes 30")["iteration"] == 4
+    assert len(rows(tmp_path / "run")) == 1 + 30
+
+
 def test_choices_that_start_at_1(tmp_path, monkeypatch):
     step, actions = Clockwork.step, set()
 

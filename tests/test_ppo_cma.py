@@ -474,7 +474,7 @@ def test_12_only_the_variance_sees_the_past(monkeypatch):
 
 def quadratic(mode: str, seeds: int) -> tuple[np.ndarray, np.ndarray]:
     """Rewards and deviations, [seed, iteration]."""
-    from benchmark.didactic import optimize
+    from benchmark.published.didactic import optimize
 
     runs = [optimize(mode, seed) for seed in range(seeds)]
     return np.array([run.rewards for run in runs]), np.array([run.sigmas for run in runs])
@@ -513,7 +513,7 @@ def test_14_pg_breaks_and_pg_pos_shrinks():
 
 @pytest.mark.slow
 def test_14_a_longer_history_widens_more():
-    from benchmark.didactic import optimize
+    from benchmark.published.didactic import optimize
 
     peaks = [
         np.mean([max(optimize("ppo-cma-m", seed, history).sigmas) for seed in range(2)])
@@ -782,7 +782,7 @@ def test_learning_on_a_gpu_is_learning_on_a_cpu():
 def ablation(name: str, monkeypatch):
     for changed in ("mean_loss", "fit", "Agent", "update", "normalize_advantages", "gae"):
         monkeypatch.setattr(ppo_cma, changed, getattr(ppo_cma, changed))  # as it was afterwards
-    folder = Path(ppo_cma.__file__).parent / "benchmark"
+    folder = Path(ppo_cma.__file__).parent / "benchmark" / "published"
     runpy.run_path(str(folder / f"{name}.py"), run_name=name)
 
 
