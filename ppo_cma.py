@@ -144,8 +144,9 @@ def make_env(env_id: str, video_folder: Path | None = None) -> gym.Env:
         module = "shimmy:" if env_id.startswith("dm_control/") else ""
         env = gym.make(f"{module}{env_id}", disable_env_checker=True, **more)
         space, actions = env.observation_space, env.action_space
-        if space.dtype == np.uint8 and len(space.shape) > 1:
-            raise NotImplementedError("pixels: see ppo_atari_multigpu.py")
+        pixels = space.dtype == np.uint8 and len(space.shape) > 1
+        if pixels or not space.is_np_flattenable:
+            raise NotImplementedError(f"observations are {space}, not a vector")
         flat = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1
         if not (flat and np.isfinite(actions.high - actions.low).all()):
             raise NotImplementedError(f"actions are {actions}, not a flat, finite Box: see ppo.py")
@@ -722,6 +723,7 @@ def train(args: Args) -> Path:
         for number, old in before.items():
             signal.signal(number, old)
     script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
+    folder += f" --env-id {args.env_id}" if ":" in args.env_id else ""  # it must be given again
     if status == "running":
         print(f"go on with: {script} --resume {folder}")
         raise SystemExit(128 + stop[0])

@@ -110,7 +110,10 @@ def test_what_another_script_is_for_is_told(script, undisturbed, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     sibling = {ppo: "ppo_continuous_action.py", ppo_continuous_action: "ppo.py"}[script]
     for line, says in (
-        ("--env-id Pixels-v0", "--env-id Pixels-v0: pixels: see ppo_atari_multigpu.py"),
+        (
+            "--env-id Pixels-v0",
+            "--env-id Pixels-v0: observations are Box(0, 255, (8, 8, 3), uint8), not",
+        ),
         (f"--env-id {ENV_ID[OTHER[script]]}", f"see {sibling}"),
         ("--env-id Hopper-v2 --env-backend async", "gymnasium-robotics"),
         (f"--evaluate {undisturbed[0]} --env-id {LARGER[script]}", "its agent does not fit"),
@@ -375,6 +378,7 @@ def test_a_module_is_imported_only_if_given_on_the_command_line(
     monkeypatch.syspath_prepend(tmp_path)
     given, folder = "--env-id own_module:Own-v0", tmp_path / "run"
     train(script, folder, f"{given} --total-timesteps 128")
+    assert f"--evaluate {folder} {given}\n" in capsys.readouterr().out
     del sys.modules["own_module"]
     for mode in ("resume", "evaluate"):
         with pytest.raises(SystemExit) as end:

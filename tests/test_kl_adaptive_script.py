@@ -153,7 +153,7 @@ def test_help_tells_of_the_servos(capsys):
 
 
 WRONG = [
-    ("--env-id Clock_pixels-v0", "pixels: see ppo_atari_multigpu.py"),
+    ("--env-id Clock_pixels-v0", "uint8), not a vector (Atari games: ppo_atari_multigpu.py)"),
     ("--env-id Clock_multi-v0", "actions are MultiDiscrete([2 3]), no flat Box or Discrete"),
     ("--env-id Clock_bits-v0", "actions are MultiBinary(3), no flat Box or Discrete: see ppo.py"),
     ("--env-id Clock_matrix-v0", "no flat Box or Discrete"),

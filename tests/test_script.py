@@ -34,7 +34,10 @@ SMALL = (
     "--env-id InvertedPendulum-v4 --iter-steps 200 --n-updates 5 --minibatch-size 32 "
     "--history-buffer-size 3 --checkpoint-interval 2 --no-cuda"
 )
-SPACES = {"Clockwork_cma": gym.spaces.Box(-1, 1, (2,)), "Endless": gym.spaces.Box(0, np.inf, (1,))}
+SPACES = {
+    "Clockwork_cma": gym.spaces.Box(-1, 1, (2,)),
+    "Unbounded": gym.spaces.Box(0, np.inf, (1,)),
+}
 for name, space in SPACES.items():
     gym.register(f"{name}-v0", Clockwork, kwargs={"action_space": space})
 
@@ -115,10 +118,10 @@ def test_names_of_the_original_and_of_cleanrl(line, field, value):
 
 WRONG = [
     ("--env-id CartPole-v1", "actions are Discrete(2), not a flat, finite Box: see ppo.py"),
-    ("--env-id Endless-v0", "not a flat, finite Box"),
+    ("--env-id Unbounded-v0", "not a flat, finite Box"),
     ("--env-id Humanoid-v9", "provides versioned environments"),
     ("--env-id HalfCheeta-v4", "Did you mean: `HalfCheetah`?"),
-    ("--env-id Pixels_cma-v0", "pixels: see ppo_atari_multigpu.py"),
+    ("--env-id Pixels_cma-v0", "uint8), not a vector (Atari games: ppo_atari_multigpu.py)"),
     ("--mode cma", "--mode cma: not one of ppo-cma-m, ppo-cma, ppo, pg, pg-pos"),
     ("--total-timesteps 1e6", "--total-timesteps: invalid literal"),
     ("--total-timesteps 0", "--total-timesteps 0: not in 1 ..."),
