@@ -102,8 +102,9 @@ class Toy:
     action_space = gym.spaces.Discrete(4)
     limit, made = 1000, []
 
-    def __init__(self, name, *, num_envs, seed, **config):
+    def __init__(self, name, *, num_envs, seed, stack_num=4, **config):
         assert len(seed) == num_envs
+        self.observation_space = gym.spaces.Box(0, 255, (stack_num, 84, 84), np.uint8)
         Toy.made.append({"name": name, "seed": seed, **config})
         self.pixels = np.stack(
             [np.random.default_rng(s).integers(0, 256, (4, 84, 84)) for s in seed]
@@ -112,7 +113,8 @@ class Toy:
         self.t, self.over = np.zeros(num_envs, int), np.zeros(num_envs, bool)
 
     def obs(self):
-        return (self.pixels + 7 * self.t[:, None, None, None]).astype(np.uint8)
+        frames = self.pixels + 7 * self.t[:, None, None, None]
+        return frames[:, -len(self.observation_space.low) :].astype(np.uint8)
 
     def reset(self):
         return self.obs(), {}

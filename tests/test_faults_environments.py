@@ -65,12 +65,13 @@ SETUPS = {
     "ppo_kl_adaptive": (
         "--num-envs 2 -b 8 --update-epochs 2 --value-epochs 6 -m 2 --total-timesteps 800"
     ),
-    "ppo_atari_multigpu": (
+    **dict.fromkeys(
+        ["ppo_atari_multigpu", "ppo_atari_lstm"],
         "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 2 --num-threads 1 "
-        "--env-threads 1 --total-timesteps 320"
+        "--env-threads 1 --total-timesteps 320",
     ),
 }
-GYMNASIUM = [setup for setup in SETUPS if setup != "ppo_atari_multigpu"]
+GYMNASIUM = [setup for setup in SETUPS if "atari" not in setup]
 ASYNC = [setup for setup in SETUPS if setup.endswith("async")]
 
 

@@ -19,6 +19,7 @@ import torch
 from program import ROOT, Clockwork, Toy, in_a_fork, installed, run, scalars, write_checkpoint
 
 import ppo
+import ppo_atari_lstm
 import ppo_atari_multigpu
 import ppo_cma
 import ppo_continuous_action
@@ -42,14 +43,15 @@ SMALL = {
     ppo_kl_adaptive: (
         "--env-id PromiseBox-v0 --num-envs 2 -b 4 --update-epochs 1 --value-epochs 1 -m 2"
     ),
-    ppo_atari_multigpu: (
+    **dict.fromkeys(
+        [ppo_atari_multigpu, ppo_atari_lstm],
         "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1 "
-        "--env-threads 1"
+        "--env-threads 1",
     ),
 }
-STEPS = dict(zip(SMALL, (44, 44, 40, 40, 32), strict=True))  # of an iteration
+STEPS = dict(zip(SMALL, (44, 44, 40, 40, 32, 32), strict=True))  # of an iteration
 ALL = pytest.mark.parametrize("script", SMALL, ids=lambda module: module.__name__)
-GYMNASIUM = [script for script in SMALL if script is not ppo_atari_multigpu]
+GYMNASIUM = [script for script in SMALL if "atari" not in script.__name__]
 
 
 @pytest.fixture(autouse=True)
@@ -163,6 +165,11 @@ ITS_OWN = {
         ("--env-id CartPole-v1", "--env-id CartPole-v1: EnvPool has no such Atari game"),
         ("--backend mpl", "mpl"),
     ],
+    ppo_atari_lstm: [
+        *CLIPPED,
+        ("--num-minibatches 9", "--num-minibatches 9: not in 1 ... 4"),
+        ("--env-id CartPole-v1", "--env-id CartPole-v1: EnvPool has no such Atari game"),
+    ],
 }
 FOR_EACH = [(script, *case) for script in SMALL for case in WRONG + ITS_OWN[script]]
 
@@ -244,14 +251,21 @@ def test_a_saved_policy_is_complete(script, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     start(script, f"--save-model --total-timesteps {2 * STEPS[script]} --run-dir {folder}")
     agent, args = script.load(folder)
-    envs = Toy("", num_envs=1, seed=[1]) if script is ppo_atari_multigpu else gym.make(args.env_id)
+    envs = gym.make(args.env_id) if script in GYMNASIUM else None
+    if not envs:
+        envs = Toy("", num_envs=1, seed=[1], stack_num=1 if script is ppo_atari_lstm else 4)
     other = script.Agent(envs, script.replace(args, seed=7))
     other.load_state_dict(torch.load(folder / f"{args.exp_name}.cleanrl_model", weights_only=True))
     obs = np.stack([envs.observation_space.sample() for _ in range(99)])
-    actions = saved[-1].act(obs)
+
+    def act(agent):
+        state = {"state": agent.initial_state(99)} if script is ppo_atari_lstm else {}
+        return agent.act(obs, **state)
+
+    actions = act(saved[-1])
     assert actions.shape == (99, *envs.action_space.shape)
-    assert (agent.act(obs) == actions).all()
-    assert (other.act(obs) == actions).all()
+    assert (act(agent) == actions).all()
+    assert (act(other) == actions).all()
     args = script.parse_args(["--evaluate", str(folder), "--eval-episodes", "2"])
     before = tree(folder)
     returns = script.evaluate(args)
@@ -290,7 +304,10 @@ def sample(script, folder: Path, iterations: int):
 LONG = [
     (ppo, 300, 10),
     *(pytest.param(script, 2000, 1, marks=pytest.mark.slow) for script in GYMNASIUM),
-    pytest.param(ppo_atari_multigpu, 200, 200, marks=pytest.mark.slow),
+    *(
+        pytest.param(script, 200, 200, marks=pytest.mark.slow)
+        for script in (ppo_atari_multigpu, ppo_atari_lstm)
+    ),
 ]
 
 

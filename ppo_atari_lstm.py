@@ -1,0 +1,600 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.7,<2.14", "gymnasium>=1.1,<2", "envpool>=1.2", "numpy",
+#                 "tensorboard", "tqdm", "tyro>=1.0.17"]
+# ///
+"""PPO, clipped, for Atari from pixels, with an LSTM instead of stacked frames, in one file.
+
+Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huang et al. 2022 ("The
+37 implementation details of PPO"), each marked where it is. Every iteration:
+
+    1. take T steps in each of N environments (EnvPool's); keep the LSTM's state before the first
+    2. A = GAE(lambda); a lost life ends an episode, the row after it is never learned from. That
+       row has the true last observation: the LSTM goes through it, so that its value is what a time
+       limit bootstraps from, and is cleared before the next row, which begins another episode
+    3. for K epochs, for each minibatch of whole environments, replayed from the kept state, with A
+       normalised in it and r = pi(a | s, state) / pi_old(a | s, state):
+           minimise  -E[ min(r A, clip(r, 1 - eps, 1 + eps) A) ] + c_v E[ (V - R)^2 ] / 2 - c_e H
+
+    python ppo_atari_lstm.py --env-id Breakout-v5                 # train, 10,000,000 steps
+    python ppo_atari_lstm.py --resume runs/RUN                    # go on, in new games
+    python ppo_atari_lstm.py --evaluate runs/RUN --capture-video  # play it greedily
+
+CleanRL's reaches 129 on Breakout, 19.8 on Pong after 10M steps (raw scores); its flags and tags.
+Left out on purpose: many processes (ppo_atari_multigpu.py), other environments than EnvPool's.
+"""
+
+import importlib.util
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from gymnasium.utils.save_video import save_video
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem  # the experiment's name, part of the run's
+    seed: int = 1  # of everything: network, actions, minibatches and environments
+    torch_deterministic: bool = True  # torch.backends.cudnn.deterministic
+    cuda: bool = True  # use a GPU if there is one
+    num_threads: int = 0  # CPU threads of torch; 0: as many as there are cores
+    env_threads: int = 0  # CPU threads of the environments; 0: the same
+    channels_last: bool = True  # convolutions in channels-last order: same results to rounding
+    bf16: bool = False  # convolutions and hidden layer in bfloat16: faster if the hardware has it
+    compile: bool = False  # compile these layers, if a compiler works: same results to rounding
+    track: bool = False  # also log to Weights and Biases
+    wandb_project_name: str = "ppo"  # its project
+    wandb_entity: str | None = None  # its entity (team)
+    capture_video: bool = False  # record the evaluation, after training or with --evaluate
+    save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
+    run_dir: Path | None = None  # default runs/{env_id}__{exp_name}__{seed}__{time}
+    resume: Path | None = None  # go on with the run in this folder, with its own arguments
+    evaluate: Path | None = None  # play the greedy actions of the run in this folder, and exit
+    eval_episodes: int = 10  # games played by --evaluate
+    checkpoint_interval: int = 20  # iterations between checkpoints
+
+    # Algorithm
+    env_id: str = "Breakout-v5"  # or BreakoutNoFrameskip-v4; ALE/Breakout-v5: sticky actions
+    total_timesteps: int = 10_000_000  # steps in all environments, rounded down to iterations
+    learning_rate: float = 2.5e-4  # Adam's, in the first iteration
+    num_envs: int = 8  # environments played side by side
+    num_steps: int = 128  # steps in each environment per iteration
+    anneal_lr: bool = True  # lower the learning rate linearly
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of the generalized advantage estimate
+    num_minibatches: int = 4  # minibatches per epoch, each of all steps of some environments
+    update_epochs: int = 4  # passes over an iteration's samples
+    norm_adv: bool = True  # normalize advantages within each minibatch
+    clip_coef: float = 0.1  # epsilon of the clipped surrogate
+    clip_vloss: bool = True  # clip the change of the value, too
+    ent_coef: float = 0.01  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # largest norm of the gradient over all parameters
+    target_kl: float | None = None  # no further epoch once the mean approx_kl of one exceeds it
+    batch_size: int = 0  # computed: num_envs * num_steps
+    minibatch_size: int = 0  # computed: batch_size // num_minibatches
+    num_iterations: int = 0  # computed: total_timesteps // batch_size
+
+    def __post_init__(self):
+        """Compute what is computed; a ValueError, which tyro shows, for what can't be meant."""
+        self.batch_size = self.num_envs * self.num_steps
+        self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
+        self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
+        low = {"seed": 0, "num_threads": 0, "env_threads": 0, "num_steps": 4}
+        high = {"gamma": 1, "gae_lambda": 1, "num_minibatches": self.num_envs}
+        for name, value in vars(self).items():
+            least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
+            if type(value) in (int, float) and not least <= value <= most:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
+        if Path(self.exp_name).name != self.exp_name:
+            raise ValueError(f"--exp-name {self.exp_name}: a path, not a name")
+        if self.resume and (self.run_dir or self.evaluate):
+            raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
+
+    def given(resume: Path | None = None, evaluate: Path | None = None):
+        return resume or evaluate
+
+    folder, _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
+    saved = load_checkpoint(folder)["args"] if folder else Args()
+    args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
+    if args.resume and (args.env_id, args.num_envs) != (saved.env_id, saved.num_envs):
+        fail(f"{args.resume} goes on with its {saved.num_envs} environments of {saved.env_id}")
+    for package in ["moviepy"] * args.capture_video + ["wandb"] * args.track + ["envpool"]:
+        if importlib.util.find_spec(package) is None:
+            fail(f"{package} is not installed: pip install {package}")
+    return args
+
+
+def fail(message: str):
+    """One line on standard error, exit code 2."""
+    print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+# --- environments ---------------------------------------------------------------------------------
+def episode_seed(*key: int) -> int:
+    """The reset seed of an episode from (seed, environment, episode): no two runs share one."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0])
+
+
+class Envs:
+    """The Atari games, and the score of each so far. By EnvPool: no-ops at the start
+    (Atari detail 1), every 4th frame as the maximum of two (Atari detail 2), a lost life ends an
+    episode but not the game (Atari detail 3), fire to start (Atari detail 4), 84 x 84 grey pixels
+    (Atari detail 5), rewards clipped to their sign (Atari detail 6), one frame.
+
+    Autoreset is "next step": the step that ends an episode returns its true last observation; the
+    next one ignores its action and returns a new episode's first observation with reward 0.
+    Games can't be saved: a run resumed at iteration `start` plays new ones, with other seeds.
+    """
+
+    def __init__(self, args: Args, which: slice, start: int = 0, threads: int = 1, **more):
+        import envpool
+
+        name = re.sub(r"^(ALE/)?(\w+?)(NoFrameskip|Deterministic)?-v\d$", r"\2-v5", args.env_id)
+        sticky = 0.25 if args.env_id.startswith("ALE/") or args.env_id.endswith("-v0") else 0.0
+        if envpool.registration.registry.specs.get(name, [None])[0] != "envpool.atari":
+            fail(f"--env-id {args.env_id}: EnvPool has no such Atari game (ids are as Breakout-v5)")
+        numbers = range(args.num_envs)[which]
+        seeds = [episode_seed(args.seed, i, start) % 2**31 for i in numbers]
+        more |= {"episodic_life": True, "reward_clip": True, "repeat_action_probability": sticky}
+        more |= {"num_envs": len(numbers), "num_threads": min(threads, len(numbers))}
+        self.vector = envpool.make(name, env_type="gymnasium", seed=seeds, stack_num=1, **more)
+        self.obs = self.vector.reset()[0]  # [N, 1, 84, 84], bytes
+        # [N], the last step ended an episode; obs is an episode's first
+        self.over, self.first = np.zeros(len(numbers), bool), torch.ones(len(numbers), dtype=bool)
+        # [N], whether the game ended just now; its raw score and its steps so far
+        self.ended, self.scores, self.lengths = self.over, *np.zeros((2, len(numbers)))
+
+    def step(self, actions: np.ndarray):
+        """Take actions [N]: clipped rewards, terminated, truncated [N]."""
+        self.scores[self.ended] = self.lengths[self.ended] = 0
+        self.lengths += ~self.over
+        self.obs, rewards, terminated, truncated, info = self.vector.step(actions)
+        self.first, self.over = torch.as_tensor(self.over), terminated | truncated
+        self.ended = info["terminated"].astype(bool) | truncated
+        self.scores += info["reward"]  # neither clipped nor cut at a lost life
+        return rewards, terminated, truncated
+
+
+# --- agent ----------------------------------------------------------------------------------------
+def layer_init(layer: nn.Linear, gain: float = math.sqrt(2)) -> nn.Linear:
+    """Orthogonal weights, no bias (detail 2)."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Agent(nn.Module):
+    """Policy and value function on one convolutional network (Mnih et al. 2015; Atari detail 8) and
+    an LSTM, whose state in N environments is a tensor of h and c [2, N, 128].
+
+    `envs` is anything with gymnasium's action_space (Discrete), single or vectorised; observations
+    are 1 x 84 x 84 bytes, scaled to 0 ... 1 here (Atari detail 9). A batch is T rows of each of the
+    N environments, B = T * N; `first` [B], on the CPU, says which are an episode's first.
+    """
+
+    def __init__(self, envs, args: Args | None = None):
+        super().__init__()
+        self.args = args or Args()
+        actions = int(getattr(envs, "single_action_space", envs.action_space).n)
+        self.network = nn.Sequential(
+            layer_init(nn.Conv2d(1, 32, 8, stride=4)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(32, 64, 4, stride=2)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(64, 64, 3)),
+            nn.ReLU(),
+            nn.Flatten(),
+            layer_init(nn.Linear(64 * 7 * 7, 512)),
+            nn.ReLU(),
+        )
+        self.lstm = nn.LSTM(512, 128)
+        for name, parameter in self.lstm.named_parameters():  # (LSTM detail 1)
+            nn.init.zeros_(parameter) if "bias" in name else nn.init.orthogonal_(parameter)
+        self.actor = layer_init(nn.Linear(128, actions), gain=0.01)
+        self.critic = layer_init(nn.Linear(128, 1), gain=1.0)
+
+    def initial_state(self, n: int) -> torch.Tensor:
+        """The LSTM's state in n environments before anything was seen (LSTM detail 2)."""
+        return self.actor.bias.new_zeros((2, n, self.lstm.hidden_size))
+
+    def hidden(self, obs: torch.Tensor) -> torch.Tensor:
+        """The last hidden layer [B, 512] at observations [B, 1, 84, 84], bytes."""
+        order = torch.channels_last if self.args.channels_last else torch.contiguous_format
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float32
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.args.bf16):
+            return self.network(obs.to(dtype, memory_format=order) / 255.0).float()
+
+    def policy(self, obs: torch.Tensor, state: torch.Tensor, first: torch.Tensor):
+        """Log-probabilities of the actions [B, A] and V [B] at observations [B, 1, 84, 84], and the
+        state after them. It is cleared before an episode's first row (LSTM detail 3). Rows between
+        two such, of any environments, take one call of the LSTM: one call a row is slow."""
+        rows = self.hidden(obs).view(-1, state.shape[1], 512)  # [T, N, 512]
+        first, outputs = first.view(len(rows), -1), []
+        keep = (~first).to(state).unsqueeze(-1)  # [T, N, 1]
+        starts = (first[1:].any(dim=1).nonzero().flatten() + 1).tolist()
+        for begin, end in pairwise([0, *starts, len(rows)]):
+            h, c = (state * keep[begin]).unsqueeze(1)
+            output, state = self.lstm(rows[begin:end], (h, c))
+            outputs.append(output)
+            state = torch.cat(state)
+        hidden = torch.cat(outputs).flatten(0, 1)  # [B, 128]
+        return self.actor(hidden).log_softmax(dim=-1), self.critic(hidden).squeeze(-1), state
+
+    def get_value(self, obs: torch.Tensor, state: torch.Tensor, first: torch.Tensor):
+        """V [B] at observations [B, 1, 84, 84]."""
+        return self.policy(obs, state, first)[1]
+
+    def get_action_and_value(self, obs, state, first, action: torch.Tensor | None = None):
+        """Action [B] (sampled unless given), log-probability, entropy, V [B], the state after."""
+        logprobs, value, state = self.policy(obs, state, first)
+        if action is None:
+            action = torch.distributions.Categorical(logits=logprobs).sample()
+        logprob = logprobs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+        return action, logprob, -(logprobs.exp() * logprobs).sum(dim=-1), value, state
+
+    forward = get_action_and_value
+
+    @torch.no_grad()
+    def act(self, obs: np.ndarray, noise: np.ndarray | None = None, *, state) -> np.ndarray:
+        """Greedy actions [N] at bytes [N, 1, 84, 84] or, given Gumbel noise [N, A], samples. The
+        state becomes the one after; set state[:, i] = 0 before an episode's first observation."""
+        obs, first = torch.as_tensor(obs, device=state.device), torch.zeros(len(obs), dtype=bool)
+        policy, _, state[:] = self.policy(obs, state, first)
+        return (policy.cpu().numpy() + np.float32(0 if noise is None else noise)).argmax(axis=-1)
+
+
+# --- algorithm ------------------------------------------------------------------------------------
+def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float) -> np.ndarray:
+    """Generalized advantage estimate (Schulman et al. 2016, eq. 16), numpy arrays over time.
+
+    rewards, terminated, truncated [T, ...]; values [T + 1, ...]; advantages [T, ...].
+    """
+    deltas = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
+    ended = np.logical_or(terminated, truncated)
+    advantages = np.zeros_like(deltas)
+    advantage = np.zeros_like(deltas[0])
+    for t in reversed(range(len(deltas))):
+        advantage = deltas[t] + np.where(ended[t], 0.0, gamma * gae_lambda * advantage)
+        advantages[t] = advantage
+    return advantages
+
+
+class Rollout(NamedTuple):
+    state: torch.Tensor  # [2, N, 128], the LSTM's before the first row
+    first: torch.Tensor  # [T, N], on the CPU: an episode's first row, before which it is cleared
+    obs: torch.Tensor  # [T, N, 1, 84, 84], bytes
+    actions: torch.Tensor  # [T, N]
+    logprobs: torch.Tensor  # [T, N], of the policy that acted
+    values: torch.Tensor  # [T + 1, N]
+    rewards: np.ndarray  # [T, N], clipped
+    terminated: np.ndarray  # [T, N]
+    truncated: np.ndarray  # [T, N]
+    valid: np.ndarray  # [T, N], False in the row after an episode's end: there its action was
+    # ignored and the reward is none, but its observation is the episode's true last one
+
+
+class Batch(NamedTuple):
+    state: torch.Tensor  # [2, N, 128], before the first of T rows
+    first: torch.Tensor  # [B], on the CPU; B = T * N
+    obs: torch.Tensor  # [B, 1, 84, 84], bytes
+    actions: torch.Tensor  # [B]
+    rows: torch.Tensor  # [M], what of B is learned from
+    logprobs: torch.Tensor  # [M], of the policy that acted
+    advantages: torch.Tensor  # [M]
+    returns: torch.Tensor  # [M]
+    values: torch.Tensor  # [M], before the update
+
+
+def ppo_loss(agent: Agent, batch: Batch, args: Args):
+    """The clipped objective (Schulman et al. 2017, eq. 9), and what is logged of it."""
+    # states, too, as the parameters now make them (LSTM detail 5)
+    _, *outputs, _ = agent(batch.obs, batch.state, batch.first, batch.actions)
+    logprob, entropy, value = (x[batch.rows] for x in outputs)
+    logratio = logprob - batch.logprobs
+    ratio = logratio.exp()
+
+    advantages = batch.advantages  # normalized per minibatch (detail 7)
+    if args.norm_adv:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    # clipped surrogate (detail 8)
+    clipped = ratio.clamp(1.0 - args.clip_coef, 1.0 + args.clip_coef)
+    policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
+
+    error = (value - batch.returns).square()
+    if args.clip_vloss:  # value clipping (detail 9)
+        near = batch.values + (value - batch.values).clamp(-args.clip_coef, args.clip_coef)
+        error = torch.max(error, (near - batch.returns).square())
+    value_loss = 0.5 * error.mean()
+
+    entropy = entropy.mean()  # whose bonus encourages exploration (detail 10)
+    loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
+    # debug variables (detail 12); approx_kl is Schulman's estimator k3
+    metrics = {"value_loss": value_loss, "policy_loss": policy_loss, "entropy": entropy}
+    metrics |= {"old_approx_kl": -logratio.mean(), "approx_kl": (ratio - 1.0 - logratio).mean()}
+    return loss, metrics | {"clipfrac": ((ratio - 1.0).abs() > args.clip_coef).float().mean()}
+
+
+def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, args: Args):
+    """One iteration of learning from a rollout; returns the metrics, averaged over minibatches."""
+    numbers = data.rewards, data.values.cpu().double().numpy(), data.terminated, data.truncated
+    advantages = gae(*numbers, args.gamma, args.gae_lambda)  # detail 5
+    advantages, values = torch.tensor(advantages).to(data.values), data.values[:-1]
+    shown = data.first, data.obs, data.actions
+    learned = data.logprobs, advantages, advantages + values, values
+    rng, steps = np.random.default_rng((args.seed, iteration, 1)), []  # metrics of each step
+    agent.adam.param_groups[0]["lr"] = learning_rate
+    for _ in range(args.update_epochs):
+        # every environment once an epoch, with all its rows (detail 6, LSTM detail 4)
+        for which in np.array_split(rng.permutation(args.num_envs), args.num_minibatches):
+            rows = torch.as_tensor(np.flatnonzero(data.valid[:, which]), device=values.device)
+            inputs = (x[:, which].flatten(0, 1) for x in shown)
+            targets = (x[:, which].flatten(0, 1)[rows] for x in learned)
+            minibatch = Batch(data.state[:, which], *inputs, rows, *targets)
+            loss, metrics = ppo_loss(agent, minibatch, args)
+            agent.adam.zero_grad()
+            loss.backward()
+            # over all parameters (detail 11)
+            metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            agent.adam.step()
+            steps.append(torch.stack([*metrics.values()]).detach())
+        approx_kl = torch.stack(steps[-args.num_minibatches :])[:, [*metrics].index("approx_kl")]
+        if args.target_kl is not None and approx_kl.mean() > args.target_kl:
+            break
+    means = torch.stack(steps).mean(dim=0).tolist()
+    residual, targets = advantages[data.valid], (advantages + values)[data.valid]
+    unexplained = residual.var(correction=0) / targets.var(correction=0).clamp(min=1e-12)
+    metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
+    metrics["losses/explained_variance"] = 1.0 - unexplained.item()
+    return metrics
+
+
+# --- rollout --------------------------------------------------------------------------------------
+@torch.no_grad()
+def rollout(agent: Agent, envs: Envs, state: torch.Tensor, run: "Run", args: Args):
+    """Take `num_steps` steps in every environment, going on where the last rollout stopped
+    (detail 1), with the LSTM's state there: a Rollout, and the state where this one stopped."""
+    T, N, device = args.num_steps, args.num_envs, state.device
+    obs = torch.empty((T, *envs.obs.shape), dtype=torch.uint8, device=device)
+    rewards, (terminated, truncated, valid) = np.zeros((T, N)), np.zeros((3, T, N), bool)
+    logprobs, actions, values, first, kept = [], [], [], torch.zeros((T, N), dtype=bool), state
+    log = np.zeros((4, T, N))  # valid; whether a game ended, its score, its length
+    # Gumbel noise, whose argmax is a sample of the policy
+    rng = np.random.default_rng((args.seed, run.iteration, 0))
+    noise = rng.gumbel(size=(T, N, len(agent.actor.bias)))
+    noise = torch.as_tensor(noise, dtype=torch.float32, device=device)
+    for t in range(T):
+        obs[t] = torch.as_tensor(envs.obs)
+        first[t], valid[t] = envs.first, ~envs.over
+        policy, value, state = agent.policy(obs[t], state, first[t])
+        action = (policy + noise[t]).argmax(dim=-1)
+        logprobs.append(policy.gather(-1, action.unsqueeze(-1)).squeeze(-1))
+        actions.append(action)
+        values.append(value)
+        rewards[t], terminated[t], truncated[t] = envs.step(action.cpu().numpy())
+        log[:, t] = valid[t], envs.ended, envs.scores, envs.lengths
+    values.append(agent.get_value(torch.as_tensor(envs.obs, device=device), state, envs.first))
+    steps = run.global_step + log[0].sum(axis=1).cumsum()
+    for t, i in np.argwhere(log[1]):
+        run.log_episode(int(steps[t]), log[2, t, i], int(log[3, t, i]))
+    run.global_step = int(steps[-1])
+    actions, logprobs, values = (torch.stack(x) for x in (actions, logprobs, values))
+    played = kept, first, obs, actions, logprobs, values, rewards, terminated, truncated, valid
+    return Rollout(*played), state
+
+
+# --- run folder, checkpoints, evaluation ----------------------------------------------------------
+class Run:
+    """A run's folder, its logs and its counters."""
+
+    def __init__(self, args: Args, checkpoint: dict):
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        self.folder = args.resume or args.run_dir or Path("runs") / name
+        if not args.resume and (self.folder / "checkpoint.pt").exists():
+            fail(f"a run is there: --resume {self.folder} goes on with it")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fail(f"{self.folder}: {error.strerror}")
+        if args.track:
+            import wandb  # before the writer, which it follows
+
+            more = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **more)
+        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
+        self.global_step = checkpoint.get("global_step", 0)
+        self.iteration = checkpoint.get("iteration", 0)
+        self.start = time.monotonic() - checkpoint.get("seconds", 0.0)
+        # what was logged after the checkpoint goes: it will be logged again
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
+        self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
+        self.csv.truncate(self.csv.seek(min(checkpoint.get("csv_size", 0), self.csv.tell())))
+        if self.csv.tell() == 0:
+            self.csv.write("global_step,seconds,return,length\n")
+        more = {"unit": "step", "unit_scale": True, "disable": None, "leave": False}
+        self.bar = tqdm(total=args.total_timesteps, initial=self.global_step, **more)
+        self.write_json("running")
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.start
+
+    def log_episode(self, step: int, episodic_return: float, length: int):
+        self.csv.write(f"{step},{self.seconds():.2f},{episodic_return},{length}\n")
+        self.writer.add_scalar("charts/episodic_return", episodic_return, step)
+        self.writer.add_scalar("charts/episodic_length", length, step)
+        self.bar.write(f"global_step={step}, episodic_return={episodic_return:.4f}")
+
+    def log(self, metrics: dict[str, float]):
+        """Log an iteration."""
+        self.iteration += 1
+        self.bar.update(self.global_step - self.bar.n)
+        metrics["charts/SPS"] = int(self.global_step / self.seconds())
+        for tag, value in metrics.items():
+            self.writer.add_scalar(tag, value, self.global_step)
+
+    def write_json(self, status: str, final_return: float | None = None):
+        versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
+        content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
+        content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
+        content |= {"wall_seconds": round(self.seconds(), 2), "final_return": final_return}
+        (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
+
+    def close(self, status: str) -> float:
+        """Close the logs; the mean return of the last 100 training episodes."""
+        for log in (self.bar, self.writer, self.csv):
+            log.close()
+        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
+        returns = [float(row.split(",")[2]) for row in rows[-100:]]
+        self.write_json(status, np.mean(returns) if returns else None)
+        return np.mean(returns) if returns else math.nan
+
+
+def save(run: Run, agent: Agent):
+    """Everything needed to continue, whole or not at all: written aside, then renamed."""
+    run.writer.flush()
+    content = {"args": vars(run.args), "agent": agent.state_dict(), "iteration": run.iteration}
+    content |= {"optimizer": agent.adam.state_dict(), "global_step": run.global_step}
+    content |= {"seconds": run.seconds(), "csv_size": run.csv.tell()}
+    torch.save(content, run.folder / "checkpoint.pt.tmp")
+    (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
+
+
+def load_checkpoint(folder: Path) -> dict:
+    """What `save` wrote; runs no code, whoever wrote it."""
+    try:
+        content = torch.load(Path(folder) / "checkpoint.pt", map_location="cpu", weights_only=True)
+        return content | {"args": Args(**content["args"])}
+    except Exception as error:  # damage shows in many ways
+        fail(f"{folder}: no checkpoint.pt that can be read: {error!r}")
+
+
+def load(folder: Path, envs=None) -> tuple[Agent, Args]:
+    """The agent saved in a run's folder, for `envs` or a new one of its id, and its arguments."""
+    checkpoint = load_checkpoint(folder)
+    args = checkpoint["args"]
+    agent = Agent(envs or Envs(args, slice(0, 1)).vector, args)
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError as error:
+        fail(f"{folder}: its agent does not fit the environment: {error}")
+    return agent, args
+
+
+def evaluate(args: Args) -> list[float]:
+    """Play `eval_episodes` games greedily with the agent saved in `args.evaluate`; print each score
+    and, with `capture_video`, record them into its videos/. Writes nothing else."""
+    torch.set_num_threads(args.num_threads or 1)
+    more = {"render_mode": "rgb_array"} if args.capture_video else {}
+    envs = Envs(replace(args, seed=episode_seed(args.seed, 2**31)), slice(0, 1), **more)
+    (agent, _), returns = load(args.evaluate, envs.vector), []
+    state = agent.initial_state(1)
+    for episode in range(args.eval_episodes):
+        frames = []
+        while not (frames and envs.ended[0]):
+            state[:, envs.first] = 0.0  # where training cleared it
+            envs.step(agent.act(envs.obs, state=state))
+            frames.append(envs.vector.render(env_ids=[0])[0] if args.capture_video else None)
+        returns.append(float(envs.scores[0]))
+        print(f"eval_episode={episode}, episodic_return={returns[-1]:.2f}", flush=True)
+        if args.capture_video:
+            more = {"fps": 15, "episode_index": episode, "save_logger": None}
+            save_video(frames, str(args.evaluate / "videos"), lambda _: True, **more)
+    print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
+    return returns
+
+
+# --- training -------------------------------------------------------------------------------------
+def compile_hidden(agent: Agent) -> str:
+    """Compile all before the LSTM, whose calls are as long as episodes are; says what was done."""
+    try:
+        torch.compile(lambda x: x + 1)(agent.actor.bias)
+    except Exception as error:  # whatever a missing or broken compiler raises
+        print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
+        return "eager"
+    agent.hidden = torch.compile(agent.hidden, fullgraph=True)
+    return "compiled"
+
+
+def train(args: Args) -> Path:
+    """Train, or go on training; returns the run's folder."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(args.num_threads or cores)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    checkpoint = load_checkpoint(args.resume) if args.resume else {}
+    envs = Envs(args, slice(None), checkpoint.get("iteration", 0), args.env_threads or cores)
+    torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
+    agent = Agent(envs.vector, args).to(device)
+    agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # (detail 3)
+    if args.resume:
+        agent.load_state_dict(checkpoint["agent"])
+        agent.adam.load_state_dict(checkpoint["optimizer"])
+    how = f"{device}, {compile_hidden(agent) if args.compile else 'eager'}"
+    run, state = Run(args, checkpoint), agent.initial_state(args.num_envs)
+    run.bar.write(f"{args.env_id} on {how}, {args.num_iterations} iterations, in {run.folder}")
+    stop, status = [], "failed"
+
+    def handler(number, frame):  # ends training after this iteration; the next signal acts at once
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        os.write(2, b"\nstopping after this iteration\n")
+
+    signals = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)}
+    before = {number: signal.signal(number, handler) for number in signals}
+    try:
+        save(run, agent)
+        while run.iteration < args.num_iterations and not stop:
+            # learning-rate annealing (detail 4)
+            remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
+            learning_rate = remaining * args.learning_rate
+            data, state = rollout(agent, envs, state, run, args)
+            metrics = update(agent, data, run.iteration, learning_rate, args)
+            for name, x in ({"rewards": data.rewards} | metrics | agent.state_dict()).items():
+                if not torch.as_tensor(x).isfinite().all():
+                    raise FloatingPointError(f"iteration {run.iteration}: {name} is not finite")
+            run.log(metrics | {"charts/learning_rate": learning_rate})
+            if run.iteration % args.checkpoint_interval == 0:
+                save(run, agent)
+        save(run, agent)
+        status = "running" if run.iteration < args.num_iterations else "finished"
+    finally:
+        final = run.close(status)
+        for number, old in before.items():
+            signal.signal(number, old)
+    script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
+    if status == "running":
+        print(f"go on with: {script} --resume {folder}")
+        raise SystemExit(128 + stop[0])
+    print(f"return {final:.2f} over the last 100 episodes; play: {script} --evaluate {folder}")
+    if args.save_model:
+        torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
+    if args.capture_video:
+        evaluate(replace(run.args, evaluate=run.folder))
+    return run.folder
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    evaluate(args) if args.evaluate else train(args)
