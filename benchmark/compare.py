@@ -7,7 +7,8 @@ import numpy as np
 import tyro
 
 from benchmark import stats
-from benchmark.report import Group, Metric, group, number, read, refuse
+from benchmark.programs import aligned, refuse
+from benchmark.report import Group, Metric, group, number, read
 
 LEVEL = 0.05
 
@@ -28,20 +29,12 @@ def judge(a: list[np.ndarray], b: list[np.ndarray], resamples: int = 10_000, see
 def show(title: str, pairs: list[tuple[Group, Group]], metric: str) -> str:
     """Print one comparison; its verdict."""
     olds, news = ([pair[k].scores(metric) for pair in pairs] for k in (0, 1))
-    print(f"{title}, {metric}")
-    header = ("environment", "seeds A", "seeds B", "IQM A", "IQM B", "P(B > A)", "note")
-    rows = [header]
+    rows = [["environment", "seeds A", "seeds B", "IQM A", "IQM B", "P(B > A)", "note"]]
     for (old, new), a, b in zip(pairs, olds, news, strict=True):
         numbers = [number(stats.iqm(a)), number(stats.iqm(b)), f"{stats.improvement(b, a):.2f}"]
         note = f"A: {old.budget}, B: {new.budget}" if old.budget != new.budget else ""
-        rows.append((old.env_id, str(len(a)), str(len(b)), *numbers, note))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if k in (0, 6) else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  " + "  ".join(cells).rstrip())
+        rows.append([old.env_id, str(len(a)), str(len(b)), *numbers, note])
+    print(f"{title}, {metric}\n{aligned(rows, left=(0, 6))}")
     probability, low, high, p, verdict = judge(olds, news)
     line = f"P(B > A) = {probability:.2f}, 95 % interval [{low:.2f}, {high:.2f}]"
     print(f"  mean: {line}, permutation p = {p:.3g}")
@@ -76,7 +69,8 @@ def compare(
     """
     if b is None and algorithm is None:
         refuse("compare takes two folders, or one and --algorithm X Y")
-    olds, news = group(read([a])), group(read([b or a]))
+    runs = read([a]), read([b or a])
+    olds, news = map(group, runs)
     names = [sorted({member.algorithm for member in side}) for side in (olds, news)]
     pairs = [algorithm] if algorithm else [(name, name) for name in names[0] if name in names[1]]
     for side, folder, there in zip((0, 1), (a, b or a), names, strict=True):
@@ -106,13 +100,12 @@ def compare(
         if not algorithm:
             for env_id in sorted(old.keys() - new.keys()):
                 gone.append(f"{env_id} {x}: two finished seeds of one length")
-        lacking += [
-            f"{run.env_id} seed {run.seed}: {run.status} {run.reason}".rstrip()
-            for member in news
-            if member.algorithm == y
-            for run in member.runs
-            if run.status != "finished" or not np.isfinite(run.score(metric))
-        ]
+    tested = {y for _, y in pairs}
+    for run in runs[1]:
+        lost = run.status != "finished" or not np.isfinite(run.score(metric))
+        if run.status == "unreadable" or (run.algorithm in tested and lost):
+            why = f"{run.env_id} seed {run.seed}: {run.status} {run.reason}"
+            lacking.append(why.rstrip())
     if not verdicts and not lacking:
         refuse(
             "no environment on which both have two finished seeds of one algorithm; "

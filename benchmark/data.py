@@ -6,41 +6,26 @@
 
 A program that is not ours takes part if it leaves an `episodes.csv` (global_step, seconds, return,
 length; a row per training episode) and a `run.json` with "script", "seed", "status" ("finished" at
-the end) and "args" with "env_id". How it was started (`provenance`) `run` records for it.
+the end) and "args" with "env_id". An "exp_name" there, if not the script's, names a variant. How it
+was started (programs.provenance) `run` records for it.
 """
 
 import contextlib
 import csv
 import gzip
-import hashlib
 import io
-import itertools
 import json
-import math
-import os
-import platform
-import re
-import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results"
+PUBLISHED = Path(__file__).resolve().parent / "published"
+SCALES, ANCHORS = PUBLISHED / "scales.csv", PUBLISHED / "anchors.csv"
 COLUMNS = ("global_step", "seconds", "return", "length")
-VERSIONS = """
-import json, platform
-from importlib import metadata
-found = {"python": platform.python_version()}
-for package in ("torch", "gymnasium", "mujoco", "numpy", "envpool"):
-    try:
-        found[package] = metadata.version(package)
-    except metadata.PackageNotFoundError:
-        pass
-print(json.dumps(found))
-"""
+FACTS = ("env_id", "script", "variant", "status", "reason", "budget", "commit", "cpu", "gpu")
 
 
 @dataclass
@@ -51,13 +36,22 @@ class Run:
     script: str  # without .py
     variant: str  # "default", or the name of a setting
     seed: int
-    status: str  # finished; running: cut off or still at it; failed; missing: never begun
-    reason: str  # why it failed, else ""
+    status: str  # finished; running: cut off or still at it; failed; missing; unreadable
+    reason: str  # why it failed or can't be read, else ""
     info: dict  # run.json and what `run` recorded, empty if there is neither
     steps: np.ndarray  # [episodes], environment steps at the end of each training episode
     seconds: np.ndarray  # [episodes], of training until then
     returns: np.ndarray  # [episodes], raw
     evaluation: np.ndarray  # [episodes played], returns of the final policy; often empty
+    budget: str = ""  # how long it was to train, in words; empty if it does not say
+    hours: float = float("nan")
+    commit: str = ""
+    cpu: str = ""
+    gpu: str = ""
+
+    def __post_init__(self):
+        for name in FACTS:
+            setattr(self, name, plain(getattr(self, name)))
 
     @property
     def algorithm(self) -> str:
@@ -73,21 +67,30 @@ class Run:
         return float(np.mean(values)) if len(values) else float("nan")
 
 
+def plain(value: object) -> str:
+    """As text on one line that any file can hold."""
+    return "".join(c if c.isprintable() else " " for c in str(value or ""))
+
+
 def slug(env_id: str) -> str:
-    """An environment's id as the name of a folder."""
-    return env_id.replace("/", "-")
+    """An environment's id as the name of a folder; ValueError if it can't be one."""
+    name = env_id.replace("/", "-")
+    if name in ("", ".", "..") or name != plain(name) or len(name.encode()) > 200:
+        raise ValueError(f"{env_id!r} can't name a folder")
+    return name
 
 
 def read_table(text: str) -> np.ndarray:
     """The rows [episodes, 4] of an episodes.csv; a last row cut off in mid-write is left out."""
     lines = text[: text.rfind("\n") + 1].splitlines()
-    if not lines:
+    if lines and tuple(lines[0].split(",")) != COLUMNS:
+        raise ValueError(f"not a table of episodes: the columns are {lines[0]}")
+    if len(lines) < 2:
         return np.empty((0, len(COLUMNS)))
-    if tuple(lines[0].split(",")) != COLUMNS:
-        raise ValueError(f"the columns are {lines[0]}, not {','.join(COLUMNS)}")
-    if len(lines) == 1:
-        return np.empty((0, len(COLUMNS)))
-    return np.loadtxt(lines[1:], delimiter=",", ndmin=2)
+    table = np.loadtxt(lines[1:], delimiter=",", ndmin=2)
+    if table.shape[1] != len(COLUMNS) or not np.isfinite(table[:, :2]).all():
+        raise ValueError("not a table of episodes: a row lacks a step or a time")
+    return table
 
 
 def read_json(path: Path) -> dict:
@@ -97,44 +100,6 @@ def read_json(path: Path) -> dict:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def provenance(words: list[str], environment: Mapping[str, str] = os.environ) -> dict:
-    """What a reader needs to believe or repeat a run, of a command that is about to start.
-
-    Commit and source are of its script, versions of its Python, {} if it names none; `processes`
-    those that torchrun's flags ask for, None if only torchrun knows. What is not known is None.
-    """
-
-    def said(*command: str) -> str | None:
-        with contextlib.suppress(OSError, ValueError):
-            done = subprocess.run(command, capture_output=True, text=True, env=environment)
-            return None if done.returncode else done.stdout.strip()
-
-    before = list(itertools.takewhile(lambda word: not word.endswith(".py"), words))
-    source = Path(words[len(before)]).resolve() if len(before) < len(words) else None
-    git = "git", "--no-optional-locks", "-C", str(source.parent if source else os.devnull)
-    changed = said(*git, "status", "--porcelain")
-    cpu, versions, gpus = platform.processor(), {}, None
-    with contextlib.suppress(OSError, IndexError):
-        cpu = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[0]
-    for word in before:
-        if re.fullmatch(r"python[\d.]*", Path(word).name):
-            versions = json.loads((said(word, "-c", VERSIONS) or "{}").splitlines()[-1])
-    shown = environment.get("CUDA_VISIBLE_DEVICES")
-    if shown not in ("", "-1"):
-        query = "nvidia-smi", "--query-gpu=name", "--format=csv,noheader"
-        gpus = (shown and said(*query, f"--id={shown}")) or said(*query)  # parts have no such id
-    sizes = re.findall(r"--(?:nproc[-_]per[-_]node|nnodes)[= ](\S+)", " ".join(before))
-    gpu = ", ".join(gpus.splitlines()) if gpus else None
-    return {
-        "versions": versions,
-        "git_commit": said(*git, "rev-parse", "HEAD"),
-        "git_dirty": None if changed is None else bool(changed),
-        "source_sha256": hashlib.sha256(source.read_bytes()).hexdigest() if source else None,
-        "hardware": {"cpu": cpu, "cores": os.cpu_count(), "gpu": gpu},
-        "processes": math.prod(map(int, sizes)) if all(map(str.isdigit, sizes)) else None,
-    }
 
 
 def told(info: dict, job: dict) -> dict:
@@ -148,46 +113,55 @@ def told(info: dict, job: dict) -> dict:
     return info | more
 
 
-def make_run(info: dict, text: str, job: dict, where: Path) -> Run:
-    """A run from its run.json, the text of its episodes.csv, its job.json ({} without one)."""
-    try:
-        table = read_table(text)
-    except ValueError as error:
-        raise SystemExit(f"{where}: not a table of episodes: {error}") from None
-    reason = job.get("reason", "")
-    try:
-        info = told(info, job)
-        args = info.get("args") or {}
-        return Run(
-            env_id=str(job.get("env_id") or args.get("env_id") or "unknown"),
-            script=job.get("script") or Path(info.get("script", "unknown")).stem,
-            variant=str(job.get("variant") or info.get("variant") or "default"),
-            seed=int(job.get("seed", info.get("seed", args.get("seed"))) or 0),
-            status="failed" if reason else str(info.get("status", "missing")),
-            reason=reason,
-            info=info,
-            steps=table[:, 0],
-            seconds=table[:, 1],
-            returns=table[:, 2],
-            evaluation=np.array(info.get("evaluation", []), float),
-        )
-    except (AttributeError, TypeError, ValueError) as error:
-        raise SystemExit(f"{where}: run.json or job.json can't be understood: {error}") from None
+def make_run(info: dict, text: str, job: dict, played: object = None) -> Run:
+    """A run from its run.json, the text of its episodes.csv, its job.json ({} without one) and the
+    returns of its final policy, by default those in run.json. What it can't use is an error."""
+    table, info = read_table(text), told(info, job)
+    args, hardware = info.get("args") or {}, info.get("hardware") or {}
+    hardware = hardware if isinstance(hardware, dict) else {"cpu": hardware}
+    script = job.get("script") or Path(info.get("script", "unknown")).stem
+    name = args.get("exp_name")
+    named = name if name and name != script else "default"
+    reason, seconds = job.get("reason", ""), info.get("wall_seconds")
+    if not seconds:
+        seconds = table[-1, 1] if len(table) else np.nan
+    lengths = (("episodes", args.get("num_episodes")), ("steps", args.get("total_timesteps")))
+    return Run(
+        env_id=job.get("env_id") or args.get("env_id") or "unknown",
+        script=script,
+        variant=job.get("variant") or info.get("variant") or named,
+        seed=int(job.get("seed", info.get("seed", args.get("seed"))) or 0),
+        status="failed" if reason else info.get("status") or "missing",
+        reason=reason,
+        info=info,
+        steps=table[:, 0],
+        seconds=table[:, 1],
+        returns=table[:, 2],
+        evaluation=np.array(info.get("evaluation", []) if played is None else played, float),
+        budget=next((f"{int(length):,} {unit}" for unit, length in lengths if length), ""),
+        hours=float(seconds) / 3600,
+        commit=info.get("git_commit"),
+        cpu=hardware.get("cpu"),
+        gpu=hardware.get("gpu"),
+    )
 
 
-def read_folder(folder: Path, job: dict) -> Run:
+def read_folder(folder: Path, job: dict | None = None, played: object = None) -> Run:
     """A run from its folder, which may be missing or half-made."""
-    table = folder / "episodes.csv"
-    text = table.read_text() if table.exists() else ""
-    return make_run(read_json(folder / "run.json"), text, job, folder)
+    table, path = folder / "episodes.csv", folder / "run.json"
+    text, info = table.read_text() if table.exists() else "", read_json(path)
+    if path.exists() and not info:
+        raise ValueError("run.json is no JSON object")
+    return make_run(info, text, job or {}, played)
 
 
 def read_job(folder: Path) -> Run:
     """A job of `run`, begun or not, from its folder."""
+    played = read_json(folder / "evaluation.json").get("returns", [])
     job = read_json(folder / "job.json")
-    run = read_folder(folder / "run", job)
-    run.evaluation = np.array(read_json(folder / "evaluation.json").get("returns", []), float)
-    return run
+    if not job:
+        raise ValueError("job.json is no JSON object")
+    return read_folder(folder / "run", job, played)
 
 
 def read_committed(path: Path) -> Run:
@@ -196,7 +170,20 @@ def read_committed(path: Path) -> Run:
         text = file.read()
     variant = path.stem.rpartition("-s")[0]
     job = {"script": path.parent.name, "variant": variant}  # run.json names what that imports
-    return make_run(json.loads(path.read_text()), text, job, path)
+    return make_run(json.loads(path.read_text()), text, job)
+
+
+def tried(read: Callable[[Path], Run], place: Path) -> Run:
+    """The run there or, if its files hold what no run's should, one that says so."""
+    try:
+        return read(place)
+    except Exception as error:  # any, so that one run does not cost a report
+        job, nothing = read_json(place / "job.json"), np.empty(0)
+        names = [job.get(name) or "unknown" for name in ("env_id", "script")]
+        seed = job.get("seed") if isinstance(job.get("seed"), int) else 0
+        reason = f"{place}: {error}"
+        more = [seed, "unreadable", reason, {}, *[nothing] * 4]
+        return Run(*names, job.get("variant") or "default", *more)
 
 
 def find(folders: Iterable[Path]) -> list[Run]:
@@ -209,26 +196,26 @@ def find(folders: Iterable[Path]) -> list[Run]:
         if not folder.is_dir():
             raise SystemExit(f"{folder}: no such folder")
         if (folder / "job.json").exists():
-            yield folder, read_job(folder)
+            yield folder, tried(read_job, folder)
         elif (folder / "run.json").exists():
-            yield folder, read_folder(folder, {})
+            yield folder, tried(read_folder, folder)
         else:
             for path in sorted(folder.iterdir()):
                 if path.is_dir():
                     yield from search(path)
                 elif path.suffix == ".json" and path.with_suffix(".csv.gz").exists():
-                    yield path, read_committed(path)
+                    yield path, tried(read_committed, path)
 
     runs, places = [], {}
     for folder in folders:
         for place, run in search(Path(folder)):
             key = (run.env_id, run.algorithm, run.seed)
-            if key in places:
+            if run.status != "unreadable" and places.setdefault(key, place) is not place:
                 raise SystemExit(
                     f"{place}: a second run of {run.algorithm} on {run.env_id} with seed "
-                    f"{run.seed}, the first is in {places[key]}; report them apart"
+                    f"{run.seed}, the first is in {places[key]}; report them apart, or give one "
+                    "another --exp-name"
                 )
-            places[key] = place
             runs.append(run)
     return sorted(runs, key=lambda run: (run.env_id, run.algorithm, run.seed))
 
@@ -262,31 +249,37 @@ def commit(run_folder: Path, job: dict, evaluation: list[float], results: Path) 
 
 
 @dataclass
-class Anchor:
-    """Another project's published score. Never part of our statistics."""
+class Scale:
+    """Scores are normalised to 0 at low and 1 at high."""
 
-    project: str
-    algorithm: str
-    env_id: str
-    steps: int | None
-    episodes: int | None
-    score: float
-    spread: float | None
-    spread_kind: str
-    seeds: int | None
-    metric: str
-    source: str
+    low: float
+    high: float
+    source: str = ""
 
 
-def anchors(path: Path = HERE / "anchors.csv") -> list[Anchor]:
-    kinds = {"steps": int, "episodes": int, "seeds": int, "score": float, "spread": float}
+def read_csv(path: Path) -> list[dict]:
+    """Rows of a table below its comments, numbers as numbers, None for what is empty."""
+
+    def value(text: str) -> int | float | str | None:
+        for kind in (int, float):
+            with contextlib.suppress(ValueError):
+                return kind(text)
+        return text or None
+
     with open(path) as file:
-        return [
-            Anchor(
-                **{
-                    name: (kinds[name](value) if value else None) if name in kinds else value
-                    for name, value in row.items()
-                }
-            )
-            for row in csv.DictReader(file)
-        ]
+        rows = csv.DictReader(line for line in file if not line.startswith("#"))
+        return [{name: value(text) for name, text in row.items()} for row in rows]
+
+
+def read_scales(path: Path) -> dict[str, Scale]:
+    """From a table of env_id, low, high and source."""
+    return {
+        row["env_id"]: Scale(float(row["low"]), float(row["high"]), row.get("source") or "")
+        for row in read_csv(path)
+    }
+
+
+def read_anchors(path: Path) -> list[SimpleNamespace]:
+    """Other projects' published scores, never part of our statistics: project, algorithm, env_id,
+    steps or episodes, score, spread, spread_kind, seeds, metric, source."""
+    return [SimpleNamespace(**row) for row in read_csv(path)]

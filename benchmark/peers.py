@@ -1,52 +1,60 @@
-"""What our scripts' speed is measured beside: programs that take a script's own flags.
+"""What a script's speed is measured beside: programs that take the script's own flags.
 
     python benchmark/peers.py sb3 ppo_continuous_action.py --env-id HalfCheetah-v4 --num-envs 4
     python benchmark/peers.py bare ppo.py --env-id CartPole-v1 --total-timesteps 100000
 
 `sb3` trains Stable-Baselines3's PPO with the hyper-parameters the script would have: its own parser
-reads the flags. ppo_kl_adaptive.py and ppo_cma.py have no equal there; beside them it trains one
-environment with CleanRL's settings. `bare` steps the script's environments with random actions and
-does nothing else. Both leave a run.json with the number of environment steps, as our scripts do.
+reads the flags. Beside a script with other hyper-parameters than SB3's it has CleanRL's settings.
+`bare` steps the script's environments with random actions and does nothing else. Both leave a
+run.json with the number of environment steps. A script takes part if it has `parse_args` and either
+`make_env` or, with EnvPool, `Envs`.
 """
 
 import importlib
 import importlib.util
 import json
 import os
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = (
-    "ppo", "ppo_continuous_action", "ppo_kl_adaptive", "ppo_cma", "ppo_atari_multigpu"
-)  # fmt: skip
-CLEANRL = {  # what differs from our defaults
-    "ppo": "--learning-rate 2.5e-4 --update-epochs 4",
-    "ppo_continuous_action": "--log-std-init 0 --no-scale-actions --clip-vloss",
-}
+CLEANRL = {
+    "num_envs": 1, "num_steps": 2048, "num_minibatches": 32, "update_epochs": 10,
+    "learning_rate": 3e-4, "anneal_lr": True, "gamma": 0.99, "gae_lambda": 0.95, "norm_adv": True,
+    "clip_coef": 0.2, "clip_vloss": True, "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": 0.5,
+    "target_kl": None, "log_std_init": 0.0, "scale_actions": False,
+}  # fmt: skip
+DISCRETE = {"num_envs": 4, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4}
+DISCRETE |= {"learning_rate": 2.5e-4, "ent_coef": 0.01}
+
+
+def fit(words: list[str]) -> bool:
+    """Whether a command's script can say what its flags mean."""
+    found = [Path(word) for word in words if word.endswith(".py")]
+    return any(re.search(r"^def parse_args\(", path.read_text(), re.M) for path in found[:1])
 
 
 def parse(script: str, flags: list[str]):
     """A script as a module, and what it makes of the flags."""
-    sys.path.insert(0, str(ROOT))
-    module = importlib.import_module(Path(script).stem)
+    path = Path(script).resolve()
+    sys.path.insert(0, str(path.parent))
+    module = importlib.import_module(path.stem)
     return module, module.parse_args(flags)
 
 
 def clipped(module, args):
-    """The script of clipped PPO, and its arguments, that SB3 is to equal."""
-    if not hasattr(args, "servo") and not hasattr(args, "iter_steps"):
-        return module, args
+    """The arguments that SB3 is to equal, of clipped PPO."""
+    if hasattr(args, "num_steps") and hasattr(args, "num_minibatches"):
+        return args
     from gymnasium.spaces import Box
 
     continuous = isinstance(module.make_env(args.env_id).action_space, Box)
-    script = "ppo_continuous_action" if continuous else "ppo"
-    flags = [*CLEANRL[script].split(), "--env-id", args.env_id, "--seed", str(args.seed)]
-    flags += ["--total-timesteps", str(args.total_timesteps)]
-    flags += ["--cuda" if args.cuda else "--no-cuda"]
-    return parse(script, [*flags, "--num-threads", str(args.num_threads)])
+    own = {name: getattr(args, name) for name in ("env_id", "seed", "total_timesteps", "cuda")}
+    own["num_threads"] = args.num_threads
+    return SimpleNamespace(**(CLEANRL | ({} if continuous else DISCRETE) | own))
 
 
 def cores() -> int:
@@ -55,12 +63,12 @@ def cores() -> int:
 
 
 def backend(args) -> str:
-    """Who steps the script's environments: EnvPool those of Atari."""
-    return "envpool" if hasattr(args, "bf16") else getattr(args, "env_backend", "gymnasium")
+    """Who steps the script's environments."""
+    return getattr(args, "env_backend", "envpool" if hasattr(args, "env_threads") else "gymnasium")
 
 
 def pool(module, args):
-    """The Atari script's EnvPool."""
+    """The script's EnvPool."""
     threads = args.env_threads or min(cores(), args.num_envs)
     return module.Envs(args, slice(None), threads=threads).vector
 
@@ -137,14 +145,15 @@ def sb3_model(module, args):
     def rate(left: float) -> float:  # SB3 counts the rollout it is about to learn from as done
         return args.learning_rate * (left + 1 / iterations if args.anneal_lr else 1.0)
 
-    if hasattr(args, "bf16"):  # Atari; SB3's defaults for pixels are the same network
+    envs = sb3_envs(module, args)
+    if len(envs.observation_space.shape) == 3:  # SB3's defaults for pixels are the same network
         policy, net = "CnnPolicy", {}
     else:
         sizes = {"pi": [64, 64], "vf": [64, 64]}
         policy, net = "MlpPolicy", {"net_arch": sizes, "activation_fn": torch.nn.Tanh}
     return PPO(
         policy,
-        sb3_envs(module, args),
+        envs,
         learning_rate=rate,
         n_steps=args.num_steps,
         batch_size=-(-batch // args.num_minibatches),
@@ -166,7 +175,7 @@ def sb3_model(module, args):
 
 def sb3(module, args) -> int:
     """Train; the environment steps done."""
-    module, args = clipped(module, args)
+    args = clipped(module, args)
     model = sb3_model(module, args)
     batch = args.num_envs * args.num_steps
     if args.total_timesteps >= batch:  # else nothing is trained, as in ours
@@ -209,17 +218,18 @@ def bare(module, args) -> int:
     return steps
 
 
+def refuse(message: str):
+    print(f"peers.py: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 def main(argv: list[str]):
     peers = {"sb3": sb3, "bare": bare}
-    if len(argv) < 2 or argv[0] not in peers or Path(argv[1]).stem not in SCRIPTS:
-        print(f"peers.py: give sb3 or bare, one of {', '.join(SCRIPTS)}, flags", file=sys.stderr)
-        raise SystemExit(2)
+    if len(argv) < 2 or argv[0] not in peers or not Path(argv[1]).is_file() or not fit(argv[1:2]):
+        refuse("give sb3 or bare, a script that has parse_args, and its flags")
     kind, script, *flags = argv
     if kind == "sb3" and importlib.util.find_spec("stable_baselines3") is None:
-        print(
-            "peers.py: sb3 needs stable_baselines3: pip install stable-baselines3", file=sys.stderr
-        )
-        raise SystemExit(2)
+        refuse("sb3 needs stable_baselines3: pip install stable-baselines3")
     module, args = parse(script, flags)
     steps = peers[kind](module, args)
     folder = args.run_dir or Path("runs") / f"{kind}__{args.seed}"

@@ -2,7 +2,6 @@
 
 import base64
 import csv
-import html
 import re
 import sys
 from collections import Counter, defaultdict
@@ -10,12 +9,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 import numpy as np
 import tyro
 
 from benchmark import data, stats
+from benchmark.data import Scale
+from benchmark.programs import duration, refuse
 
 Metric = Literal["training", "evaluation"]
 GOALS = (0.5, 0.9)  # of the normalised scale
@@ -25,17 +26,12 @@ METRICS = {
     "training": f"mean return of the last {GAMES} training episodes",
     "evaluation": "mean return of the final policy",
 }
+REASONS = {"running": "cut off or still at it", "missing": "not begun"}
 # Okabe and Ito's colours, told apart by the colour-blind too
 COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7"),
     *("#56B4E9", "#E69F00", "#000000", "#999999"),
 )
-
-
-def refuse(message: str) -> NoReturn:
-    """End on wrong input: a line on standard error, exit code 2."""
-    print(f"benchmark: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 def read(folders: Iterable[Path]) -> list[data.Run]:
@@ -47,15 +43,6 @@ def read(folders: Iterable[Path]) -> list[data.Run]:
     if not runs:
         refuse(f"no runs in {', '.join(map(str, folders)) or 'no folder'}")
     return runs
-
-
-@dataclass
-class Scale:
-    """Scores are normalised to 0 at low and 1 at high."""
-
-    low: float
-    high: float
-    source: str
 
 
 @dataclass
@@ -78,42 +65,23 @@ class Group:
         return values[np.isfinite(values)]
 
 
-def budget(run: data.Run) -> str:
-    """How long a run was to train, in words; empty if it does not say."""
-    args = run.info.get("args") or {}
-    for unit, amount in (
-        ("episodes", args.get("num_episodes")),
-        ("steps", args.get("total_timesteps")),
-    ):
-        if amount:
-            return f"{int(amount):,} {unit}"
-    return ""
-
-
 def group(runs: Iterable[data.Run]) -> list[Group]:
     """Runs of different budgets are never in one group; one that says none joins the largest, but
-    not if it is finished."""
+    not if it is finished. Those that can't be read are in none."""
     by_place = defaultdict(list)
     for run in runs:
-        by_place[run.env_id, run.algorithm].append(run)
+        if run.status != "unreadable":
+            by_place[run.env_id, run.algorithm].append(run)
     groups = []
     for (env_id, algorithm), members in by_place.items():
-        budgets = Counter(filter(None, map(budget, members)))
+        budgets = Counter(run.budget for run in members if run.budget)
         usual = budgets.most_common(1)[0][0] if budgets else ""
         by_length = defaultdict(list)
         for run in members:
-            by_length[budget(run) or usual * (run.status != "finished")].append(run)
+            by_length[run.budget or usual * (run.status != "finished")].append(run)
         for name, own in by_length.items():
             groups.append(Group(env_id, algorithm, name, len(by_length) > 1, own))
     return groups
-
-
-def read_scales(path: Path) -> dict[str, Scale]:
-    with open(path) as file:
-        return {
-            row["env_id"]: Scale(float(row["low"]), float(row["high"]), row["source"])
-            for row in csv.DictReader(file)
-        }
 
 
 def observed(groups: Iterable[Group], metric: str) -> Scale:
@@ -170,23 +138,24 @@ def estimate(scores: np.ndarray) -> str:
     return f"{number(stats.iqm(scores))} {between(*ends)}".rstrip()
 
 
-def table(header: str, rows: Iterable[Iterable]) -> tuple:
-    """A block of a report; `header` holds the names of its columns, between |."""
-    return "table", header.split(" | "), [[" ".join(str(c).split()) for c in row] for row in rows]
+def unmarked(cell: object) -> str:
+    """Of a markdown table: on one line, and neither a tag, a link nor the end of the cell."""
+    text = " ".join(str(cell).split()).replace("|", "\\|").replace("](", "]\\(")
+    return re.sub(r"<(?=[a-zA-Z/!?])", "&lt;", text)
 
 
-def duration(seconds: float) -> str:
-    for unit, size in (("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} s"
+def table(header: str, rows: Iterable[Iterable], rule: str = " --- ") -> str:
+    """A markdown table; `header` holds the names of its columns, between |."""
+    ruler = "|".join([rule] * (header.count("|") + 1))
+    lines = (" | ".join(map(unmarked, row)) for row in rows)
+    return "\n".join([f"| {header} |", f"|{ruler}|", *(f"| {line} |" for line in lines)])
 
 
 def problems(runs: Iterable[data.Run], metric: str) -> list[list]:
     """A row per run that isn't finished or has no score by this metric."""
     rows = []
     for run in runs:
-        reason = run.reason
+        reason = run.reason or REASONS.get(run.status, "")
         if run.status == "finished":
             if np.isfinite(run.score(metric, GAMES)):
                 continue
@@ -194,12 +163,8 @@ def problems(runs: Iterable[data.Run], metric: str) -> list[list]:
             reason = "no training episode" if metric == "training" else "not evaluated"
             if len(values):
                 reason = "a return that is not finite"
-        elif not reason and run.status == "running":
-            reason = "cut off or still at it"
-        elif not reason and run.status == "missing":
-            reason = "not begun"
         reached = f"{run.steps[-1]:,.0f} steps" if len(run.steps) else "nothing"
-        cells = [run.env_id, run.algorithm, run.seed, run.status, reason, reached, budget(run)]
+        cells = [run.env_id, run.algorithm, run.seed, run.status, reason, reached, run.budget]
         rows.append([*cells, number(run.score("training", GAMES))])
     return rows
 
@@ -209,47 +174,39 @@ def summary(groups: Iterable[Group]) -> list[dict]:
     rows = []
     for member in groups:
         for metric in METRICS:
-            scores = member.scores(metric)
-            low, high = stats.interval(stats.iqm, [scores]) if len(scores) else (np.nan, np.nan)
-            row = {
-                "env_id": member.env_id,
-                "algorithm": member.algorithm,
-                "budget": member.budget,
-                "metric": metric,
-                "runs": len(member.runs),
-                "seeds": len(scores),
-                "mean": np.nan,
-                "std": np.std(scores, ddof=1) if len(scores) > 1 else np.nan,
-                "median": np.nan,
-                "iqm": np.nan,
-                "iqm_low": float(low),
-                "iqm_high": float(high),
-                "note": "runs of other lengths apart" if member.mixed else "",
-            }
-            if len(scores):
-                row |= {"mean": scores.mean(), "median": np.median(scores)}
-                row["iqm"] = stats.iqm(scores)
-            rows.append(row)
+            scores, low, high = member.scores(metric), np.nan, np.nan
+            some, several = len(scores) > 0, len(scores) > 1
+            if some:
+                low, high = map(float, stats.interval(stats.iqm, [scores]))
+            rows.append(
+                {
+                    "env_id": member.env_id,
+                    "algorithm": member.algorithm,
+                    "budget": member.budget,
+                    "metric": metric,
+                    "runs": len(member.runs),
+                    "seeds": len(scores),
+                    "mean": scores.mean() if some else np.nan,
+                    "std": np.std(scores, ddof=1) if several else np.nan,
+                    "median": np.median(scores) if some else np.nan,
+                    "iqm": stats.iqm(scores) if some else np.nan,
+                    "iqm_low": low,
+                    "iqm_high": high,
+                    "note": "runs of other lengths apart" if member.mixed else "",
+                }
+            )
     return rows
 
 
-def score_table(rows: Iterable[dict]) -> tuple:
+def score_table(rows: Iterable[dict]) -> str:
+    cells = []
+    for row in rows:
+        names = [row[name] for name in ("env_id", "algorithm", "budget")]
+        numbers = [number(row[name]) for name in ("mean", "std", "median", "iqm")]
+        ends = between(row["iqm_low"], row["iqm_high"])
+        cells.append([*names, f"{row['seeds']} of {row['runs']}", *numbers, ends, row["note"]])
     header = "environment | algorithm | trained for | seeds | mean | std | median | IQM "
-    return table(
-        header + "| 95 % interval | note",
-        [
-            [
-                row["env_id"],
-                row["algorithm"],
-                row["budget"],
-                f"{row['seeds']} of {row['runs']}",
-                *(number(row[name]) for name in ("mean", "std", "median", "iqm")),
-                between(row["iqm_low"], row["iqm_high"]),
-                row["note"],
-            ]
-            for row in rows
-        ],
-    )
+    return table(header + "| 95 % interval | note", cells)
 
 
 def normalised(members: list[Group], metric: str, scales: dict[str, Scale]) -> list[np.ndarray]:
@@ -271,7 +228,7 @@ def lengths(algorithms: dict[str, list[Group]]) -> str:
     return "; ".join(parts)
 
 
-def across(comparisons: list, metric: str, scales: dict[str, Scale]) -> list[tuple]:
+def across(comparisons: list, metric: str, scales: dict[str, Scale]) -> list[str]:
     """Tables of normalised scores over environments."""
     places, aggregates, pairs = [], [], []
     statistics = (stats.iqm, stats.mean, stats.median, stats.optimality_gap)
@@ -296,7 +253,7 @@ def across(comparisons: list, metric: str, scales: dict[str, Scale]) -> list[tup
     return blocks
 
 
-def goal_table(groups: Iterable[Group], scales: dict[str, Scale]) -> tuple:
+def goal_table(groups: Iterable[Group], scales: dict[str, Scale]) -> str:
     """Steps and time to each goal: of every finished seed, and the median."""
     rows = []
     for member in groups:
@@ -325,8 +282,9 @@ def family(env_id: str) -> str:
     return re.sub(r"(NoFrameskip)?(-v\d+)?$", "", env_id.removeprefix("ALE/"))
 
 
-def anchor_table(groups: Iterable[Group], anchors: list[data.Anchor]) -> tuple:
-    """Our scores and others' published ones; of a published curve, the points nearest to ours."""
+def anchor_table(groups: Iterable[Group], anchors: list) -> str:
+    """Our scores and others' published ones; of a published curve, the points nearest to ours.
+    Empty if there are none."""
     rows, by_env = [], defaultdict(list)
     for member in groups:
         by_env[member.env_id].append(member)
@@ -363,7 +321,7 @@ def anchor_table(groups: Iterable[Group], anchors: list[data.Anchor]) -> tuple:
         if theirs:
             rows += ours + theirs
     header = "environment | project | algorithm | trained for | score | spread | seeds "
-    return table(header + "| metric | source", rows)
+    return table(header + "| metric | source", rows) if rows else ""
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -398,16 +356,20 @@ def panels(n: int):
     return figure, axes[:n]
 
 
-def save(figure, looks: dict[str, dict], output: Path, name: str):
-    """Write the figure, with its legend below, as png and svg."""
+def save(figure, looks: dict[str, dict], output: Path, name: str, svg: bool = True):
+    """Write the figure, with its legend below, as png and, if wanted, as svg."""
     import matplotlib
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], **look) for look in looks.values()]
     width = max(map(len, looks))
     columns = max(1, min(len(looks), int(figure.get_figwidth() * 9 / (width + 8))))
-    figure.legend(handles, looks, loc="outside lower center", ncols=columns, frameon=False)
+    look = {"loc": "outside lower center", "ncols": columns, "frameon": False}
+    for text in figure.legend(handles, looks, **look).get_texts():
+        text.set_parse_math(False)
     figure.savefig(output / f"{name}.png", dpi=120)
+    if not svg:
+        return
     figure.set_layout_engine("none")  # it is laid out, which takes as long as drawing
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(output / f"{name}.svg", metadata={"Date": None})
@@ -451,7 +413,7 @@ def plot_curves(axes, groups: list[Group], by: Literal["steps", "hours"], looks:
             grid, middle, low, high = band(done)
             axis.plot(grid, middle, **look, linewidth=1.8)
             axis.fill_between(grid, low, high, color=look["color"], alpha=0.18, linewidth=0)
-        axis.set_title(env_id)
+        axis.set_title(env_id, parse_math=False)
         axis.set_xlim(left=0)
         if by == "steps":
             axis.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -489,7 +451,7 @@ def draw_profiles(comparisons: list, metric: str, scales: dict, looks: dict, out
     for k, ((algorithms, env_ids), axis) in enumerate(zip(comparisons, axes, strict=True), 1):
         plot_profile(axis, algorithms, metric, scales, looks)
         where = env_ids[0] if len(env_ids) == 1 else f"{len(env_ids)} environments"
-        axis.set_title(f"{k}: {where}")
+        axis.set_title(f"{k}: {where}", parse_math=False)
     for axis in axes[::3]:
         axis.set_ylabel("fraction of runs above τ")
     shown = {name for algorithms, _ in comparisons for name in algorithms}
@@ -499,81 +461,47 @@ def draw_profiles(comparisons: list, metric: str, scales: dict, looks: dict, out
 # --- files ----------------------------------------------------------------------------------------
 
 
-def markdown(blocks: Iterable[tuple]) -> str:
-    parts = []
-    for kind, *content in blocks:
-        if kind == "table":
-            header, rows = content
-            rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-            lines = [header, ["---"] * len(header), *rows]
-            parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
-        elif kind == "figure":
-            name, caption = content
-            parts.append(f"![{name}]({name}.png)\n\n{caption}")
-        else:
-            parts.append({"title": "# ", "section": "## ", "text": ""}[kind] + content[0])
-    return "\n\n".join(parts) + "\n"
-
-
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1200px; margin: 2em auto;
        padding: 0 1em }
 h2 { margin-top: 2em; border-bottom: 1px solid #ccc }
-div { overflow-x: auto; margin: 1.2em 0 }
-table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums;
+        display: block; overflow-x: auto; margin: 1.2em 0 }
 th, td { padding: 3px 10px; text-align: left; vertical-align: top;
          border-bottom: 1px solid #e4e4e4 }
 thead th { border-bottom: 2px solid #888; white-space: nowrap }
-figure { margin: 1em 0 }
 img { max-width: 100% }
 """
 
 
-def webpage(blocks: Iterable[tuple], output: Path) -> str:
-    """One page that needs nothing else: the figures are in it."""
-    parts, title = [], ""
+def webpage(text: str, output: Path) -> str:
+    """A markdown page as one that needs nothing else: the figures are in it."""
+    from markdown_it import MarkdownIt
 
-    def cells(tag: str, row: Iterable[str]) -> str:
-        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in row)}</tr>"
+    def image(found: re.Match) -> str:
+        drawing = (output / f"{found[1]}.svg").read_bytes()
+        return f'src="data:image/svg+xml;base64,{base64.b64encode(drawing).decode()}"'
 
-    for kind, *content in blocks:
-        if kind == "table":
-            header, rows = content
-            body = "\n".join(cells("td", row) for row in rows)
-            head = f"<thead>{cells('th', header)}</thead>"
-            parts.append(f"<div><table>{head}\n<tbody>{body}</tbody></table></div>")
-        elif kind == "figure":
-            name, caption = content
-            image = base64.b64encode((output / f"{name}.svg").read_bytes()).decode()
-            caption = html.escape(caption)
-            source = f"data:image/svg+xml;base64,{image}"
-            parts.append(f'<figure><img alt="{name}" src="{source}">')
-            parts.append(f"<figcaption>{caption}</figcaption></figure>")
-        else:
-            tag = {"title": "h1", "section": "h2", "text": "p"}[kind]
-            parts.append(f"<{tag}>{html.escape(content[0])}</{tag}>")
-            title = content[0] if kind == "title" else title
-    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
-    body = "\n".join(parts)
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    body = re.sub(r'src="(\w+)\.png"', image, body)
+    head = f'<meta charset="utf-8"><title>Report</title><style>{STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}</body></html>\n'
 
 
 def write_csv(path: Path, rows: list[dict]):
+    def cell(value: object) -> object:
+        if isinstance(value, float):
+            return f"{value:.6g}" if np.isfinite(value) else ""
+        formula = isinstance(value, str) and value[:1] in ("=", "+", "-", "@")
+        return f"'{value}" if formula else value  # for those who open it in a spreadsheet
+
     with open(path, "w", newline="") as file:
         table = csv.DictWriter(file, rows[0], lineterminator="\n")
         table.writeheader()
-        for row in rows:
-            values = {
-                key: f"{value:.6g}" if isinstance(value, float) else value
-                for key, value in row.items()
-            }
-            table.writerow({key: "" if value == "nan" else value for key, value in values.items()})
+        table.writerows({key: cell(value) for key, value in row.items()} for row in rows)
 
 
 def run_row(run: data.Run) -> dict:
-    hardware = run.info.get("hardware")
-    hardware = hardware if isinstance(hardware, dict) else {"cpu": hardware}
-    seconds = run.info.get("wall_seconds") or (run.seconds[-1] if len(run.seconds) else np.nan)
     return {
         "env_id": run.env_id,
         "algorithm": run.algorithm,
@@ -581,13 +509,13 @@ def run_row(run: data.Run) -> dict:
         "status": run.status,
         "reason": run.reason,
         "steps": int(run.steps[-1]) if len(run.steps) else 0,
-        "budget": budget(run),
-        "hours": float(seconds) / 3600,
+        "budget": run.budget,
+        "hours": run.hours,
         "training": run.score("training", GAMES),
         "evaluation": run.score("evaluation", GAMES),
-        "commit": run.info.get("git_commit") or "",
-        "cpu": hardware.get("cpu") or "",
-        "gpu": hardware.get("gpu") or "",
+        "commit": run.commit,
+        "cpu": run.cpu,
+        "gpu": run.gpu,
     }
 
 
@@ -602,27 +530,41 @@ def choose(runs: list[data.Run], name: str, wanted: tuple[str, ...]) -> list[dat
     return [run for run in runs if getattr(run, name) in wanted]
 
 
-def published():
-    """The pages and figures in benchmark/results, the tables of README.md and docs/."""
-    from benchmark import curves, docs, studies
+CURVES = """IQM over finished seeds, as far as all of them got, with a pointwise 95 % interval;
+thin: single seeds where fewer than three are finished, and runs that are not."""
+GOAL = f"""When the mean of the last {GAMES} training episodes, of at least 20, first reached a
+goal on the normalised scale. A seed that never did counts as later than all others; the median is
+none if half of them or more never did. Time is of training on the machine named in runs.csv."""
+OTHERS = """Published by others, with their metrics, versions and numbers of seeds; part of no
+statistic here. Ours are means over seeds. Of a published curve, the points nearest to our numbers
+of steps."""
+COVERED = (f"{100 * p:.0f} % ({seeds} x {envs})" for (seeds, envs), p in stats.COVERAGE.items())
+METHOD = f"""IQM: interquartile mean, the mean without the lowest and highest quarter of runs,
+rounded down to whole runs (Agarwal et al., 2021). Over environments it pools all runs; environments
+weigh the same in it, as in mean, median and optimality gap (to 1). P(X > Y): the probability that a
+run of X scores above one of Y, ties counted half, mean over environments. Intervals: percentile
+bootstrap over seeds, stratified by environment; of normal scores, a 95 % interval of the IQM covers
+the truth in (seeds x environments) {", ".join(COVERED)}. A single seed has no interval; one from 1
+to 1 says that all runs of X beat all of Y, not that it is certain."""
 
-    pages = (curves.table, curves.report, curves.episodes, curves.atari)
-    for make in (*pages, studies.head_to_head, studies.ablations, docs.docs):
-        make()
+
+def figure(name: str, caption: str) -> str:
+    return f"![{name}]({name}.png)\n\n{caption}"
 
 
 def report(
-    folders: tyro.conf.Positional[tuple[Path, ...]] = (),
-    output: Path | None = None,
+    folders: tyro.conf.Positional[tuple[Path, ...]],
+    output: Path,
     metric: Metric = "training",
     algorithms: tuple[str, ...] = (),
     env_ids: tuple[str, ...] = (),
+    scales: Path = data.SCALES,
+    anchors: Path = data.ANCHORS,
 ):
     """Write report.md, index.html (one page that opens offline), runs.csv, summary.csv and figures.
 
-    Ends with exit code 1, after everything is written, if a run is not finished or has no score.
-    Without folders, the pages and figures in benchmark/results and the tables of README.md and
-    docs/ are made anew from the committed runs.
+    Ends with exit code 1, after everything is written, if a run can't be read, is not finished or
+    has no score.
 
     Args:
         folders: where runs are: folders of `run`, run folders, committed results.
@@ -630,22 +572,19 @@ def report(
         metric: what is compared over environments; both are in the tables.
         algorithms: only these, as a report names them (default: all).
         env_ids: only these environments (default: all).
+        scales: a table of env_id, low, high, source: the returns that count as 0 and as 1.
+        anchors: a table of others' published scores, shown beside.
     """
-    if not folders:
-        if output or algorithms or env_ids:
-            refuse("no folders: --output, --algorithms and --env-ids choose among their runs")
-        return published()
-    if output is None:
-        refuse("--output: missing, a folder for what is written")
     runs = choose(choose(read(folders), "env_id", env_ids), "algorithm", algorithms)
     groups = group(runs)
-    scales, observations = read_scales(data.HERE / "scales.csv"), []
-    training_scales = dict(scales)
-    for env_id in sorted({run.env_id for run in runs} - scales.keys()):
+    if not groups:
+        refuse(f"no run that can be read: {runs[0].reason}")
+    known = data.read_scales(scales)
+    observations = sorted({member.env_id for member in groups} - known.keys())
+    ends, training_ends = dict(known), dict(known)  # of the scales
+    for env_id in observations:
         own = [member for member in groups if member.env_id == env_id]
-        scales[env_id] = observed(own, metric)
-        training_scales[env_id] = observed(own, "training")
-        observations.append(env_id)
+        ends[env_id], training_ends[env_id] = observed(own, metric), observed(own, "training")
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -653,88 +592,49 @@ def report(
     bad, rows = problems(runs, metric), summary(groups)
     looks, comparisons = styles(groups), compared(groups, metric)
     done = sum(run.status == "finished" for run in runs)
-    blocks = [("title", f"Report on {len(runs)} runs")]
-    blocks.append(
-        (
-            "text",
-            f"{done} of {len(runs)} runs are finished. Statistics are of finished runs alone.",
-        )
-    )
+    parts = [f"# Report on {len(runs)} runs"]
+    parts.append(f"{done} of {len(runs)} runs are finished. Statistics are of these alone.")
     if bad:
         header = "environment | algorithm | seed | status | reason | reached | to train for "
-        blocks += [("section", f"Not in the statistics: {len(bad)} runs")]
-        blocks.append(table(header + "| training return so far", bad))
+        parts.append(f"## Not in the statistics: {len(bad)} runs")
+        parts.append(table(header + "| training return so far", bad))
     for name, words in METRICS.items():
         own = [row for row in rows if row["metric"] == name]
         if any(row["seeds"] for row in own):
-            blocks.append(("section", f"Scores: {name}"))
-            blocks.append(("text", f"Of each run: {words}. Over seeds:"))
-            blocks.append(score_table(own))
-    blocks.append(("section", "Learning curves"))
-    caption = "IQM over finished seeds, as far as all of them got, with a pointwise 95 % interval; "
-    caption += "thin: single seeds where fewer than three are finished, and runs that are not."
+            parts += [f"## Scores: {name}", f"Of each run: {words}. Over seeds:", score_table(own)]
+    parts.append("## Learning curves")
     for by in ("steps", "hours"):
         draw_curves(groups, by, output, f"curves_{by}")
-        blocks.append(("figure", f"curves_{by}", caption))
-    blocks.append(("section", f"Over environments: {metric}"))
+        parts.append(figure(f"curves_{by}", CURVES))
+    parts.append(f"## Over environments: {metric}")
     mixed = sorted({f"{m.algorithm} on {m.env_id}" for m in groups if m.mixed})
     left_out = f" Left out, for runs of different lengths: {', '.join(mixed)}." * bool(mixed)
+    words = "Nothing to compare: no environment has finished runs of two algorithms."
     if comparisons:
-        text = "Scores are normalised: 0 and 1 are the ends of the scales below."
+        words = "Scores are normalised: 0 and 1 are the ends of the scales below."
         if len({member.algorithm for member in groups}) > len(comparisons[0][0]):
-            text += " No environment has finished runs of all algorithms, so each pair is compared."
-        text += left_out
-        blocks.append(("text", text))
-        blocks += across(comparisons, metric, scales)
-        draw_profiles(comparisons, metric, scales, looks, output)
-        caption = "Performance profiles, with pointwise 95 % intervals."
-        blocks.append(("figure", "profiles", caption))
-    else:
-        text = "Nothing to compare: no environment has finished runs of two algorithms."
-        blocks.append(("text", text + left_out))
-    blocks.append(("section", "Steps and time to a score"))
-    text = f"When the mean of the last {GAMES} training episodes, of at least 20, first reached a "
-    text += "goal on the normalised scale. A seed that never did counts as later than all others; "
-    text += "the median is none if half of them or more never did. Time is of training on the "
-    blocks.append(("text", text + "machine named in runs.csv."))
-    blocks.append(goal_table(groups, training_scales))
-    anchors = anchor_table(groups, data.anchors())
-    if anchors[2]:
-        blocks.append(("section", "Beside others' published scores"))
-        text = "Published by others, with their metrics, versions and numbers of seeds; part of no "
-        text += "statistic here. Ours are means over seeds. Of a published curve, the points "
-        blocks.append(("text", text + "nearest to our numbers of steps."))
-        blocks.append(anchors)
-    blocks.append(("section", "Scales"))
+            words += " No environment has finished runs of all algorithms: each pair is compared."
+    parts.append(unmarked(words + left_out))
+    if comparisons:
+        parts += across(comparisons, metric, ends)
+        draw_profiles(comparisons, metric, ends, looks, output)
+        parts.append(figure("profiles", "Performance profiles, with pointwise 95 % intervals."))
+    parts += ["## Steps and time to a score", GOAL, goal_table(groups, training_ends)]
+    if beside := anchor_table(groups, data.read_anchors(anchors)):
+        parts += ["## Beside others' published scores", OTHERS, beside]
+    parts.append("## Scales")
     if observations:
-        text = f"No scale is known for {', '.join(observations)}: the worst and the best of these "
-        blocks.append(("text", text + "runs stand in, which says nothing beyond them."))
-    shown = sorted({run.env_id for run in runs})
-    ends = [[e, number(scales[e].low), number(scales[e].high), scales[e].source] for e in shown]
-    blocks.append(table("environment | 0 | 1 | source", ends))
-    blocks.append(("section", "How the numbers are made"))
-    measured = ", ".join(
-        f"{100 * cover:.0f} % ({seeds} x {environments})"
-        for (seeds, environments), cover in stats.COVERAGE.items()
-    )
-    blocks.append(
-        (
-            "text",
-            "IQM: interquartile mean, the mean without the lowest and highest quarter of runs, "
-            "rounded down to whole runs (Agarwal et al., 2021). Over environments it pools all "
-            "runs; environments weigh the same in it, as in mean, median and optimality gap (to "
-            "1). P(X > Y): the probability that a run of X scores above one of Y, ties counted "
-            "half, mean over environments. Intervals: "
-            "percentile bootstrap over seeds, stratified by environment; of normal scores, a 95 % "
-            "interval of the IQM covers the truth in (seeds x environments) "
-            f"{measured}. A single seed has no interval; one from 1 to 1 says that all runs of X "
-            "beat all of Y, not that it is certain.",
-        )
-    )
+        words = f"No scale is known for {', '.join(observations)}: the worst and the best of these "
+        parts.append(unmarked(words + "runs stand in, which says nothing beyond them."))
+    shown = [(env_id, ends[env_id]) for env_id in sorted({member.env_id for member in groups})]
+    cells = [[env_id, number(end.low), number(end.high), end.source] for env_id, end in shown]
+    parts.append(table("environment | 0 | 1 | source", cells))
+    parts += ["## How the numbers are made", METHOD]
     write_csv(output / "runs.csv", [run_row(run) for run in runs])
     write_csv(output / "summary.csv", rows)
-    (output / "report.md").write_text(markdown(blocks))
-    (output / "index.html").write_text(webpage(blocks, output))
+    page = "\n\n".join(parts) + "\n"
+    (output / "report.md").write_text(page)
+    (output / "index.html").write_text(webpage(page, output))
     print(f"{len(runs)} runs: {output / 'index.html'}")
     if bad:
         print(f"{len(bad)} of {len(runs)} runs have no score, see the report", file=sys.stderr)

@@ -15,95 +15,33 @@ tries again what failed, and waits for what another command, or a killed one, le
 """
 
 import contextlib
-import fcntl
 import itertools
-import json
 import os
 import re
 import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
-from uuid import uuid4
+from typing import Literal, TextIO
 
-from benchmark import data
+from benchmark import data, programs
+from benchmark.programs import at_least, executable, lock, refuse, script_at, tail, write_json
 
 STOPPED = {
     code for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) for code in (-n, 128 + n)
 }  # fmt: skip
 PLACES = ("{env_id}", "{seed}", "{run_dir}")  # in the command of a program that is not ours
-
-
-def fail(message: str):
-    print(f"benchmark run: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def write_json(path: Path, content: dict):
-    """Whole or not at all."""
-    temporary = path.with_name(f"{path.name}.{uuid4().hex}")  # two commands may write it at once
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
-
-
-def tail(path: Path, lines: int = 6, size: int = 4000) -> list[str]:
-    """A text file's last lines that hold anything."""
-    if not path.exists():
-        return []
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - size))
-        text = file.read().decode(errors="replace").replace("\r", "\n")
-    return [line for line in text.splitlines() if line.strip()][-lines:]
-
-
-def last_word(path: Path) -> str:
-    """The last line of a log or, if it ends with a frame, as tyro's errors do, what that says up to
-    the first line across."""
-    lines = tail(path, 40, 20_000)
-    if lines and lines[-1].startswith("╰"):
-        top = max((i for i, line in enumerate(lines) if line.startswith("╭")), default=-1)
-        inside = itertools.takewhile(lambda line: "──" not in line, lines[top + 1 :])
-        return " ".join(line.strip("│ ") for line in inside)
-    return lines[-1].strip() if lines else ""
-
-
-def script_at(words: list[str]) -> int:
-    """Where in a command the script's name stands."""
-    found = [i for i, word in enumerate(words) if word.endswith(".py")]
-    if not found:
-        fail(f"--command {shlex.join(words)!r}: names no script (a word that ends with .py)")
-    return found[0]
-
-
-def executable(words: list[str]) -> list[str]:
-    """A command with this Python, whatever `python` or `torchrun` is on the path."""
-    if words[0] in ("python", "python3"):
-        return [sys.executable, *words[1:]]
-    if words[0] == "torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", *words[1:]]
-    return words
+OURS = ("--env-id", "--seed", "--run-dir")  # what each job is given
 
 
 # --- one job, in a process of its own -------------------------------------------------------------
 
 
-def locked(folder: Path) -> bool:
-    """Whether a process of this job lives."""
-    with open(folder / "lock", "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
-@dataclass
+@dataclass(eq=False)
 class Work:
     """What the process of a job does: train or go on, play the final policy, leave a table."""
 
@@ -112,14 +50,14 @@ class Work:
     variables: dict[str, str | None] = field(default_factory=dict)  # of its programs; None: unset
     process: subprocess.Popen | None = None
     stopped: bool = False  # by SIGTERM
+    lock: TextIO | None = None
 
     def __call__(self):
         with contextlib.suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGTERM, lambda *_: self.stop())
         path = self.folder / "job.json"
-        with open(self.folder / "lock", "a") as self.lock:
-            fcntl.flock(self.lock, fcntl.LOCK_EX)
-            job = json.loads(path.read_text())
+        with lock(self.folder / "lock", wait=True) as self.lock:
+            job = data.read_json(path)
             if job["done"]:
                 return
             job["reason"] = ""
@@ -129,13 +67,15 @@ class Work:
                 if reason is None:
                     reason = self.finish(job)
             except (Exception, SystemExit) as error:  # the disk, the command, the run's table
-                kind = "" if isinstance(error, SystemExit) else f"{type(error).__name__}: "
-                reason = f"{kind}{error}"
+                told = isinstance(error, ValueError | SystemExit)
+                reason = str(error) if told else f"{type(error).__name__}: {error}"
             write_json(path, job | {"done": reason is None, "reason": reason or ""})
 
-    def stop(self):
-        """Ask the program to end, once."""
-        if self.process and not self.stopped:
+    def stop(self, kill: bool = False):
+        """Ask the program to end, once, or end it."""
+        if self.process and kill:
+            self.process.kill()
+        elif self.process and not self.stopped:
             self.process.terminate()
         self.stopped = True
 
@@ -146,7 +86,7 @@ class Work:
 
     def record(self, job: dict, words: list[str], resumed: bool):
         """Note in job.json what the command is started with, or resumed with if that is another."""
-        now = data.provenance(executable(words), self.environment())
+        now = programs.provenance(executable(words), self.environment())
         starts = job.get("starts", []) if resumed else []
         same = ("source_sha256", "versions", "hardware")
         if not starts or any(now[name] != starts[-1][name] for name in same):
@@ -188,8 +128,7 @@ class Work:
             return ""
         if code == 0:
             return f"exit code 0, but {run / 'run.json'} does not say that it is finished"
-        said = last_word(self.folder / "log.txt")
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        said, how = programs.last_word(self.folder / "log.txt"), programs.how_it_ended(code)
         return f"{how}: {said}" if said else how
 
     def finish(self, job: dict) -> str | None:
@@ -239,7 +178,7 @@ class Job:
     seen: tuple[float, int] | None = None  # when it was first seen running, and its step then
 
     def read(self) -> dict:
-        return json.loads((self.folder / "job.json").read_text())
+        return data.read_json(self.folder / "job.json")
 
     def step(self) -> int:
         """Environment steps so far."""
@@ -259,7 +198,7 @@ class Local:
         from submitit import LocalExecutor
 
         if gpus_per_job > len(gpus) and gpus:
-            fail(f"--gpus-per-job {gpus_per_job}: there are {len(gpus)}, {', '.join(gpus)}")
+            refuse(f"--gpus-per-job {gpus_per_job}: there are {len(gpus)}, {', '.join(gpus)}")
         self.executor = LocalExecutor(folder / "submitit")
         self.executor.update_parameters(timeout_min=10**6)
         self.workers, self.all_gpus, self.gpus_per_job = workers, gpus, gpus_per_job
@@ -283,12 +222,16 @@ class Local:
 
     def ended(self, active: list[Job]) -> list[Job]:
         return [
-            j for j in active if not (j.handle and not j.handle.done()) and not locked(j.folder)
+            j
+            for j in active
+            if not (j.handle and not j.handle.done()) and not programs.locked(j.folder)
         ]
 
     def stop(self, active: list[Job]) -> str:
         def lives(job: Job) -> bool:
-            return locked(job.folder) or bool(job.handle and job.handle._process.poll() is None)
+            return programs.locked(job.folder) or bool(
+                job.handle and job.handle._process.poll() is None
+            )
 
         while living := [job for job in active if lives(job)]:
             for job in living:
@@ -307,7 +250,7 @@ class Slurm:
         try:
             self.executor = SlurmExecutor(folder / "submitit", max_num_timeout=1000)
         except RuntimeError as error:
-            fail(f"--cluster slurm: {error}")
+            refuse(f"--cluster slurm: {error}")
         given = {name: value for name, value in options.items() if value is not None}
         requeue = {"requeue": True}
         self.executor.update_parameters(
@@ -323,7 +266,7 @@ class Slurm:
             if done.returncode == 0:
                 self.asked, self.queue = time.time(), set(done.stdout.split())
             elif not self.asked:  # what an earlier command has submitted must be known
-                fail(f"squeue: {done.stderr.strip()}")
+                refuse(f"squeue: {done.stderr.strip()}")
         return self.queue
 
     def submit(self, waiting: list[Job], active: list[Job], results: Path | None) -> list[Job]:
@@ -345,7 +288,9 @@ class Slurm:
 
     def ended(self, active: list[Job]) -> list[Job]:
         queue = self.queued()
-        return [job for job in active if job.slurm_id not in queue and not locked(job.folder)]
+        return [
+            job for job in active if job.slurm_id not in queue and not programs.locked(job.folder)
+        ]
 
     def stop(self, active: list[Job]) -> str:
         ids = " ".join(job.slurm_id for job in active)
@@ -356,60 +301,60 @@ def plan(
     env_ids: list[str], command: str, seeds: range, runs_dir: Path, variant: str, eval_episodes: int
 ) -> list[Job]:
     """The jobs of a command; those that are new get their folder and job.json."""
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        fail(f"--command {command!r}: {error}")
-    script = Path(words[script_at(words)])
+    words = programs.split(command)
+    at = script_at(words)
     foreign = any(place in command for place in PLACES)
     lacking = [
         place
         for place in PLACES
         if foreign and place not in command and (place != "{env_id}" or len(env_ids) > 1)
     ]
-    given = {"--env-id", "--seed", "--run-dir"} & {word.partition("=")[0] for word in words}
-    if not script.is_file():
-        fail(f"--command {command!r}: {script} does not exist")
+    if at is None:
+        refuse(f"--command {command!r}: names no script (a word that ends with .py)")
     if not env_ids:
-        fail("--env-ids: none is given")
+        refuse("--env-ids: none is given")
     if lacking:
-        fail(f"--command {command!r}: {lacking[0]} is missing, so that all jobs would be the same")
+        refuse(
+            f"--command {command!r}: {lacking[0]} is missing, so that all jobs would be the same"
+        )
     if shutil.which(executable(words)[0]) is None:
-        fail(f"--command {command!r}: there is no program {words[0]}")
-    if given and not foreign:
-        fail(f"--command {command!r}: {given.pop()} is given to each job by this program")
+        refuse(f"--command {command!r}: there is no program {words[0]}")
+    if (given := programs.given_twice(words, OURS)) and not foreign:
+        refuse(f"--command {command!r}: {given} is given to each job by this program")
     if not re.fullmatch(r"[\w.+-]+", variant):
-        fail(f"--variant {variant!r}: must be a word; it names files")
-    jobs = []
-    for env_id in dict.fromkeys(env_ids):
-        for seed in seeds:
-            name = f"{data.slug(env_id)}/{script.stem}/{variant}-s{seed}"
-            folder = runs_dir / name
-            if foreign:
-                flags, own = [], words
-                for place, value in zip(PLACES, (env_id, seed, folder / "run"), strict=True):
-                    own = [word.replace(place, str(value)) for word in own]
-            else:
-                flags = ["--env-id", env_id, "--seed", str(seed), "--run-dir", str(folder / "run")]
-                own = words
-            one, played = shlex.join([*own, *flags]), 0 if foreign else eval_episodes
-            made = data.read_json(folder / "job.json")
-            place = rf"\S*{re.escape(name)}/run"  # which may have moved
-            if made and re.sub(place, "", made["command"]) != re.sub(place, "", one):
-                fail(
-                    f"{folder} was made by {made['command']!r}; give another --variant or "
-                    "--runs-dir, or delete it"
-                )
-            if not made:
-                folder.mkdir(parents=True, exist_ok=True)
-                made = {"env_id": env_id, "script": script.stem, "variant": variant}
-                made |= {"seed": seed, "foreign": foreign, "done": False, "reason": ""}
-            changes = {"command": one, "eval_episodes": played}
-            if made.get("eval_episodes") != played:
-                changes |= {"done": False, "reason": ""}
-            if made | changes != made:
-                write_json(folder / "job.json", made | changes)
-            jobs.append(Job(name, folder))
+        refuse(f"--variant {variant!r}: must be a word; it names files")
+    try:
+        slugs = {env_id: data.slug(env_id) for env_id in env_ids}
+    except ValueError as error:
+        refuse(f"--env-ids: {error}")
+    jobs, script = [], Path(words[at]).stem
+    for env_id, seed in itertools.product(slugs, seeds):
+        name = f"{slugs[env_id]}/{script}/{variant}-s{seed}"
+        folder = runs_dir / name
+        values = (env_id, str(seed), str(folder / "run"))
+        own = [*words, *itertools.chain(*zip(OURS, values, strict=True))]
+        if foreign:
+            own = words
+            for place, value in zip(PLACES, values, strict=True):
+                own = [word.replace(place, value) for word in own]
+        one, played = shlex.join(own), 0 if foreign else eval_episodes
+        made = data.read_json(folder / "job.json")
+        place = rf"\S*{re.escape(name)}/run"  # which may have moved
+        if made and re.sub(place, "", made["command"]) != re.sub(place, "", one):
+            refuse(
+                f"{folder} was made by {made['command']!r}; give another --variant or --runs-dir, "
+                "or delete it"
+            )
+        if not made:
+            folder.mkdir(parents=True, exist_ok=True)
+            made = {"env_id": env_id, "script": script, "variant": variant}
+            made |= {"seed": seed, "foreign": foreign, "done": False, "reason": ""}
+        changes = {"command": one, "eval_episodes": played}
+        if made.get("eval_episodes") != played:
+            changes |= {"done": False, "reason": ""}
+        if made | changes != made:
+            write_json(folder / "job.json", made | changes)
+        jobs.append(Job(name, folder))
     return jobs
 
 
@@ -423,13 +368,6 @@ def gpus_here() -> list[str]:
         found = subprocess.run(command, capture_output=True, text=True).stdout
         return [str(number) for number in range(len(found.splitlines()))]
     return []
-
-
-def duration(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60:02} min"
-    return f"{minutes} min" if minutes else f"{seconds:.0f} s"
 
 
 class Board:
@@ -456,26 +394,24 @@ class Board:
     def show(self, active: list[Job], waiting: list[Job], failed: list[Job]):
         if not self.console.is_terminal:
             return
-        from rich.console import Group
-        from rich.table import Table
+        from rich.text import Text
 
-        table = Table("job", "step", "steps/s", "left", box=None, pad_edge=False)
-        rates, left, longest = 0.0, 0, 0
+        rows, rates, left, longest = [["job", "step", "steps/s", "left"]], 0.0, 0, 0
         for job in active:
             step, total, now = job.step(), job.total(), time.time()
             job.seen = job.seen or (now, step)
             rate = (step - job.seen[1]) / max(1e-9, now - job.seen[0])
-            cells = [job.name, f"{step:,}" + (f" / {total:,}" if total else "")]
-            ends = duration((total - step) / rate) if total and rate else ""
-            table.add_row(*cells, f"{rate:,.0f}" if rate else "", ends)
+            ends = programs.duration((total - step) / rate) if total and rate else ""
+            rows.append([job.name, f"{step:,} / {total:,}", f"{rate:,.0f}", ends])
             rates, longest = rates + rate, max(longest, total)
             left += max(0, total - step)
         done = len(self.jobs) - len(active) - len(waiting) - len(failed)
         line = f"{len(active)} running or queued, {len(waiting)} waiting, {done} done"
         line += f", {len(failed)} failed"
         if rates and longest:  # those that wait are as long as the longest that runs
-            line += f"; about {duration((left + len(waiting) * longest) / rates)} left"
-        self.live.update(Group(table, line))
+            seconds = (left + len(waiting) * longest) / rates
+            line += f"; about {programs.duration(seconds)} left"
+        self.live.update(Text(f"{programs.aligned(rows)}\n{line}"))
 
 
 def settle(job: Job, retries: int, waiting: list[Job], failed: list[Job], board: Board):
@@ -542,15 +478,10 @@ def run(
         slurm_minutes: time limit; a job that reaches it is queued again and goes on
         dry_run: print the commands and start nothing
     """
-    for name, value, least in (
-        ("num-seeds", num_seeds, 1), ("workers", workers, 1), ("start-seed", start_seed, 0),
-        ("retries", retries, 0), ("eval-episodes", eval_episodes, 0),
-        ("gpus-per-job", gpus_per_job, 1),
-    ):  # fmt: skip
-        if value < least:
-            fail(f"--{name} {value}: must be at least {least}")
+    at_least(1, num_seeds=num_seeds, workers=workers, gpus_per_job=gpus_per_job)
+    at_least(0, start_seed=start_seed, retries=retries, eval_episodes=eval_episodes)
     if runs_dir.exists() and not runs_dir.is_dir():
-        fail(f"--runs-dir {runs_dir}: not a folder")
+        refuse(f"--runs-dir {runs_dir}: not a folder")
     seeds = range(start_seed, start_seed + num_seeds)
     if dry_run:
         with tempfile.TemporaryDirectory() as folder:
@@ -578,7 +509,7 @@ def run(
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
         try:
             while waiting or active:
-                for job in [job for job in waiting if locked(job.folder)]:
+                for job in [job for job in waiting if programs.locked(job.folder)]:
                     board.say(f"{job.name}: runs already")  # by another command, or a killed one
                     waiting.remove(job)
                     active.append(job)

@@ -14,6 +14,7 @@ code 2 means wrong arguments, too few steps for an iteration perhaps: more are t
 import contextlib
 import csv
 import itertools
+import math
 import os
 import re
 import shlex
@@ -33,17 +34,20 @@ from typing import Annotated
 
 from tyro.conf import UseAppendAction
 
-from benchmark import data
-from benchmark.peers import SCRIPTS
-from benchmark.run import executable, tail
+from benchmark import data, peers
+from benchmark.programs import (
+    aligned,
+    at_least,
+    executable,
+    how_it_ended,
+    provenance,
+    refuse,
+    script_at,
+    split,
+    tail,
+)
 
-HERE = Path(__file__).resolve().parent
 COLUMNS = ("program", "round", "run", "steps", "cpu_seconds", "wall_seconds", "peak_mb")
-
-
-def fail(message: str):
-    print(f"benchmark speed: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 # --- programs -------------------------------------------------------------------------------------
@@ -56,22 +60,9 @@ class Program:
     words: list[str]  # as run, from any folder
 
 
-def split(command: str) -> list[str]:
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        fail(f"{command!r}: {error}")
-    if not words:
-        fail("an empty command")
-    return words
-
-
 def program(name: str, command: str) -> Program:
     """A command whose files, as seen from here, have their whole paths."""
     words = [str(Path(w).resolve()) if Path(w).is_file() else w for w in split(command)]
-    missing = [w for w in words if w.endswith(".py") and not Path(w).is_file()]
-    if missing:
-        fail(f"{command!r}: {missing[0]} does not exist")
     return Program(name, command, executable(words))
 
 
@@ -83,7 +74,7 @@ def named(text: str) -> tuple[str, str]:
 
 def stem(words: list[str]) -> str:
     """The script's name, or the program's."""
-    return Path(next((w for w in words if w.endswith(".py")), words[0])).stem
+    return Path(words[script_at(words) or 0]).stem
 
 
 def ours(commands: tuple[str, ...]) -> list[Program]:
@@ -102,10 +93,14 @@ def ours(commands: tuple[str, ...]) -> list[Program]:
 def built_in(kind: str, command: str) -> Program:
     """sb3 or bare (peers.py), with the flags of one of our commands."""
     words = split(command)
-    at = next(i for i, word in enumerate(words) if word.endswith(".py"))
-    told = ["python", "benchmark/peers.py", kind, f"{Path(words[at]).stem}.py", *words[at + 1 :]]
-    peer = [sys.executable, str(HERE / "peers.py"), *told[2:]]
-    return Program(kind, shlex.join(told), peer)
+    told = ["python", "benchmark/peers.py", kind, *words[script_at(words) :]]
+    peer = [
+        sys.executable,
+        str(Path(peers.__file__)),
+        kind,
+        str(Path(words[script_at(words)]).resolve()),
+    ]
+    return Program(kind, shlex.join(told), [*peer, *told[4:]])
 
 
 # --- a measurement --------------------------------------------------------------------------------
@@ -125,8 +120,8 @@ class Cost:
         return Cost(*mine, self.memory)
 
     def rates(self) -> tuple[float, float]:
-        """Steps per CPU-second and per second."""
-        return self.steps / self.cpu, self.steps / self.wall
+        """Steps per CPU-second, nan of a program that takes no CPU time, and per second."""
+        return self.steps / self.cpu if self.cpu > 0 else math.nan, self.steps / self.wall
 
 
 def resident(pid: int) -> int:
@@ -174,7 +169,7 @@ class Bench:
                     stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
                 )  # fmt: skip
             except OSError as error:
-                fail(f"{program.command!r}: {error.strerror}")
+                refuse(f"{program.command!r}: {error.strerror}")
             watcher = threading.Thread(target=watch)
             watcher.start()
             try:
@@ -192,8 +187,8 @@ class Bench:
             eager = "going on eagerly" in Path(folder, "log.txt").read_text(errors="replace")
             refused = refusable and process.returncode == 2
             if (process.returncode or eager) and not refused:
-                how = "does not compile" if eager else f"ended with code {process.returncode}"
-                print(f"benchmark speed: {program.name} {how}:", *end, sep="\n", file=sys.stderr)
+                how = "does not compile" if eager else how_it_ended(process.returncode)
+                print(f"benchmark: {program.name}: {how}:", *end, sep="\n", file=sys.stderr)
                 raise SystemExit(1)
             told = [data.read_json(file) for file in Path(folder).rglob("run.json")]
             done = [run["global_step"] for run in told if run.get("global_step") is not None]
@@ -252,9 +247,9 @@ def measure(
             long = bench.run(program, least + more)
             note(program, k, "long", long)
             cost = long.beyond(short)
-            if min(cost.steps, cost.cpu, cost.wall) <= 0:
-                what = f"{more} steps more took {cost.cpu:.3f} s of CPU and were {cost.steps}"
-                print(f"benchmark speed: {program.name}: {what}; raise --steps", file=sys.stderr)
+            if min(cost.steps, cost.wall) <= 0:
+                what = f"{more} steps more took {cost.wall:.3f} s and were {cost.steps}"
+                print(f"benchmark: {program.name}: {what}; raise --steps", file=sys.stderr)
                 raise SystemExit(1)
     return rows
 
@@ -298,26 +293,24 @@ def ratios(mine: list[float], other: list[float]) -> list[float]:
 
 
 def spread(values: list[float], digits: str) -> str:
+    if any(map(math.isnan, values)):
+        return "-"
     return f"{median(values):{digits}} ({min(values):{digits}} to {max(values):{digits}})"
 
 
 def report(summaries: dict[str, Summary], variants: list[str]):
     """Tables of rates, and of the ratios of our variants to the rest."""
-    width = max(map(len, summaries)) + 2
     pairs = list(itertools.product(variants, [name for name in summaries if name not in variants]))
-    width = max(width, *(len(a) + len(b) + 5 for a, b in pairs), 24)
     heads = ("steps per CPU-second", "steps per second", "start, s", "cold, s", "MB")
-    print(
-        f"\n{'median (range)':{width}}{heads[0]:30}{heads[1]:30}{heads[2]:22}{heads[3]:9}{heads[4]}"
-    )
-    for name, summary in summaries.items():
-        rates = (spread(x, ",.0f") for x in (summary.cpu_rates, summary.rates))
-        line = f"{name:{width}}" + "".join(f"{rate:30}" for rate in rates)
-        print(f"{line}{spread(summary.starts, '.1f'):22}{summary.cold:<9.1f}{summary.memory:,.0f}")
+    rows = [["median (range)", *heads]]
+    for name, x in summaries.items():
+        rates = [spread(values, ",.0f") for values in (x.cpu_rates, x.rates)]
+        rows.append([name, *rates, spread(x.starts, ".1f"), f"{x.cold:.1f}", f"{x.memory:,.0f}"])
     for a, b in pairs:
         mine, other = summaries[a], summaries[b]
         parts = ratios(mine.cpu_rates, other.cpu_rates), ratios(mine.rates, other.rates)
-        print(f"{f'{a} / {b}':{width}}" + "".join(f"{spread(part, '.2f'):30}" for part in parts))
+        rows.append([f"{a} / {b}", *(spread(part, ".2f") for part in parts), "", "", ""])
+    print(f"\n{aligned(rows, range(6))}")
     busy = [x for summary in summaries.values() for x in summary.busy]
     apart = sum(abs(x - 1) > 0.05 for x in busy)
     print(f"wall and CPU time more than 5 % apart: {apart} of {len(busy)} measurements")
@@ -332,7 +325,7 @@ def commit(found: dict) -> str:
 
 def facts() -> dict[str, object]:
     """The machine, the versions, the commit."""
-    found = data.provenance([sys.executable, __file__])
+    found = provenance([sys.executable, __file__])
     told = found["hardware"] | found["versions"]
     with contextlib.suppress(metadata.PackageNotFoundError):
         told["stable_baselines3"] = metadata.version("stable_baselines3")
@@ -359,7 +352,7 @@ def speed(
     warmup_steps: int = 8192,
     threads: int = 1,
     vary: str = "",
-    output: Path | None = None,
+    output: Path = Path("runs/speed"),
 ):
     """Measure how fast programs train, side by side with peers and the environment alone. Exit code
     1 if one of them fails.
@@ -368,54 +361,52 @@ def speed(
         command: our program, e.g. "python ppo.py --env-id CartPole-v1 --compile"; --total-timesteps
             is added. Given again, another variant; "NAME=COMMAND" names it
         peer: "NAME=COMMAND", another program that takes --total-timesteps
-        sb3: beside our scripts, Stable-Baselines3's PPO with the flags of the first command
-        bare: beside our scripts, the environments of the first command alone, at random
+        sb3: beside scripts laid out as ours, Stable-Baselines3's PPO with the first command's flags
+        bare: beside these, the environments of the first command alone, at random
         rounds: measurements of each program
         seconds: the steps to measure are as many as take about so much CPU time
         steps: if given, that number of steps instead, the same for all programs
         warmup_steps: steps before those; more where an iteration has more
         threads: of OpenMP, OpenBLAS and MKL; our scripts have flags of their own
         vary: a flag and its values, e.g. "num-envs 1 2 4": measure with each, peers too
-        output: the table; default benchmark/results/speed/<script>-<environment>.csv. What is
-            measured so far is in .part.csv
+        output: the table, or a folder for it: <script>-<environment>.csv. What is measured so far
+            is in .part.csv
     """
-    for name, value, least in (
-        ("rounds", rounds, 1), ("seconds", seconds, 0.1), ("steps", steps, 0),
-        ("warmup-steps", warmup_steps, 1), ("threads", threads, 1),
-    ):  # fmt: skip
-        if not least <= value < float("inf"):
-            fail(f"--{name} {value}: must be at least {least}")
+    at_least(1, rounds=rounds, warmup_steps=warmup_steps, threads=threads)
+    at_least(0, steps=steps)
+    at_least(0.1, seconds=seconds)
     if not command:
-        fail("--command is missing")
+        refuse("--command is missing")
     flag, *values = vary.split() or [""]
     if vary and (not values or not re.fullmatch(r"(--)?[a-z][\w-]*", flag)):
-        fail(f'--vary {vary!r}: give a flag and its values, e.g. "num-envs 1 2 4"')
+        refuse(f'--vary {vary!r}: give a flag and its values, e.g. "num-envs 1 2 4"')
     flag = flag.removeprefix("--")
     variants, others = ours(command), [named(text) for text in peer]
     for name, text in others:
         if not name:
-            fail(f"--peer {text!r}: give NAME=COMMAND")
+            refuse(f"--peer {text!r}: give NAME=COMMAND")
     first = named(command[0])[1]
     kinds = [kind for kind, wanted in (("sb3", sb3), ("bare", bare)) if wanted]
-    if stem(split(first)) not in SCRIPTS:
+    if not peers.fit(split(first)):
         kinds = []
     programs = variants + [program(*pair) for pair in others]
     programs += [built_in(kind, first) for kind in kinds]
     names = [p.name for p in programs]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
-        fail(f"two programs are called {twice[0]!r}; name them by NAME=COMMAND")
+        refuse(f"two programs are called {twice[0]!r}; name them by NAME=COMMAND")
 
     env_id = re.findall(r"--env[-_](?:id|name)[ =](\S+)", first)
-    label = "-".join([stem(split(first)), *map(data.slug, env_id), *([flag] if vary else [])])
-    path = output or data.RESULTS / "speed" / f"{label}.csv"
+    label = "-".join([stem(split(first)), *env_id, *([flag] if vary else [])])
+    label = re.sub(r"[^\w.+-]", "-", label)
+    path = output / f"{label}.csv" if output.suffix != ".csv" else output
     for folder in path.parents:
         if folder.is_file():
-            fail(f"--output {path}: {folder} is a file")
+            refuse(f"--output {path}: {folder} is a file")
     told = facts() | {f"command of {p.name}": p.command for p in programs}
     for p in programs:
         if p.name not in kinds and any(word.endswith(".py") for word in p.words):
-            told[f"commit of {p.name}"] = commit(data.provenance(p.words))
+            told[f"commit of {p.name}"] = commit(provenance(p.words))
     told |= {"threads": threads, "rounds": rounds}
     print(f"load average before: {told['load average before']}, {told['cores']} cores")
     rows, columns = [], (flag, *COLUMNS) if vary else COLUMNS
@@ -436,8 +427,10 @@ def speed(
             now = [Program(p.name, p.command, p.words + more) for p in programs]
             try:
                 part = measure(bench, now, rounds, warmup_steps, seconds, steps, save)
-            except KeyboardInterrupt:
-                raise SystemExit(130) from None
+            except (KeyboardInterrupt, SystemExit) as end:
+                if partial.exists():
+                    print(f"measured so far: {partial}", file=sys.stderr)
+                raise SystemExit(getattr(end, "code", 130)) from None
             report(summarise(part), [p.name for p in variants])
             rows += labelled(part)
     partial.replace(path)

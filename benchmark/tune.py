@@ -1,24 +1,23 @@
 """Search for good flags of a script: `python -m benchmark tune`, by optuna's TPE.
 
     STUDY/journal.log     optuna's storage; any number of processes and nodes may share it
-    STUDY/trial-0007/     a trial: <env>-s<seed>/ and .log of each of its runs, and a lock
+    STUDY/trial-0007/     a trial: a lock, and <env>-s<seed>/, a job as `run` has it, of each run
     STUDY/trials.csv      all trials, written at the end, with the commit that each began with
 
-A trial's lock is held by the process that works on it and by the script it started. A trial that
-is begun and not locked was cut off: whoever comes next goes on with it and repeats no finished run.
-Its score is the mean over environments of the mean over seeds of the return of the last 100
-training episodes, scaled to 0 ... 1 by scales.csv, or raw if there is one environment, without one.
+A trial's lock is held by the process that works on it, a job's by that and the script it started. A
+trial that is begun and not locked was cut off: whoever comes next goes on with it and repeats no
+finished run. Its score is the mean over environments of the mean over seeds of the return of the
+last 100 training episodes, scaled to 0 ... 1 by --scales; a single environment needs no scale.
 """
 
 import contextlib
 import csv
-import fcntl
+import itertools
 import math
 import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -27,17 +26,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
-from typing import TextIO
 
-from benchmark import data
-from benchmark.run import executable, tail
+from benchmark import data, programs
+from benchmark.programs import at_least, lock, locked, refuse, split, tail, write_json
+from benchmark.run import OURS, Work
 
 KINDS = "NAME log LOW HIGH, float LOW HIGH, int LOW HIGH, choice VALUE VALUE ... or flag"
-
-
-def fail(message: str):
-    print(f"benchmark tune: {message}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 # --- what is searched -----------------------------------------------------------------------------
@@ -78,20 +72,16 @@ def dimension(text: str) -> Dimension:
             low, high = (int(v) if kind == "int" else float(v) for v in values)
             if low < high < math.inf and low > (0 if kind == "log" else -math.inf):
                 return Dimension(name, kind, [low, high])
-    fail(f"--search {text!r}: give {KINDS}; LOW below HIGH, in log above 0")
+    refuse(f"--search {text!r}: give {KINDS}; LOW below HIGH, in log above 0")
 
 
-def scales(env_ids: list[str], path: Path) -> dict[str, tuple[float, float]]:
+def scales_of(env_ids: list[str], path: Path) -> dict[str, data.Scale]:
     """Returns that count as 0 and as 1; 0 and 1 themselves for an environment alone without."""
-    known = {}
-    if path.exists():
-        with open(path) as file:
-            rows = csv.DictReader(line for line in file if not line.startswith("#"))
-            known = {row["env_id"]: (float(row["low"]), float(row["high"])) for row in rows}
+    known = data.read_scales(path) if path.exists() else {}
     missing = [env_id for env_id in env_ids if env_id not in known]
     if missing and len(env_ids) > 1:
-        fail(f"--env-ids {missing[0]}: no scale in {path.name} to weigh it by; tune on it alone")
-    return {env_id: known.get(env_id, (0.0, 1.0)) for env_id in env_ids}
+        refuse(f"--env-ids {missing[0]}: no scale in {path.name} to weigh it by; tune on it alone")
+    return {env_id: known.get(env_id, data.Scale(0.0, 1.0)) for env_id in env_ids}
 
 
 # --- a trial --------------------------------------------------------------------------------------
@@ -105,25 +95,13 @@ class Stopped(Exception):
     """This program is to end."""
 
 
-def lock(path: Path, wait: bool = False) -> TextIO | None:
-    """The file, open and locked until it is closed; None if another process has it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a")  # noqa: SIM115, the caller closes it
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        file.close()
-        return None
-    return file
-
-
 @dataclass
 class Search:
     """What is asked for, and what is under way."""
 
     command: str
     dimensions: list[Dimension]
-    scales: dict[str, tuple[float, float]]  # environment: low and high
+    scales: dict[str, data.Scale]  # by environment
     seeds: list[int]
     trials: int
     folder: Path
@@ -131,7 +109,7 @@ class Search:
     seed: int
     stop: threading.Event = field(default_factory=threading.Event)
     signal: int = 0  # that set it
-    processes: set[subprocess.Popen] = field(default_factory=set)
+    works: set[Work] = field(default_factory=set)  # that train
     failed_before: set[int] = field(default_factory=set)  # numbers; they don't count
 
     def settings(self) -> dict:
@@ -139,7 +117,9 @@ class Search:
         return {
             "command": self.command,
             "search": [[d.name, d.kind, d.values] for d in self.dimensions],
-            "environments and scales": [[name, *scale] for name, scale in self.scales.items()],
+            "environments and scales": [
+                [name, scale.low, scale.high] for name, scale in self.scales.items()
+            ],
             "seeds": self.seeds,
         }
 
@@ -163,8 +143,26 @@ class Search:
             load_if_exists=True,
         )
 
+    def open_study(self):
+        """The study, less the last line of its journal if that was cut off."""
+        from optuna.storages.journal import JournalFileSymlinkLock
+
+        journal = self.folder / "journal.log"
+        held = JournalFileSymlinkLock(str(journal))
+        held.acquire()
+        if journal.exists() and (lines := journal.read_bytes().splitlines(keepends=True)):
+            cut = 0 if lines[-1].endswith(b"\n") else len(lines[-1])
+            os.truncate(journal, journal.stat().st_size - cut)
+        held.release()
+        try:
+            return self.study()
+        except Exception as error:  # whatever else was done to it
+            refuse(
+                f"--study {self.folder}: {journal.name} is damaged ({error}); give another folder"
+            )
+
     def claim(self, study) -> Iterator:
-        """(trial, its lock) to work on until there are enough; one cut off before a new one."""
+        """Trials to work on, locked, until there are enough; one cut off before a new one."""
         import numpy as np
         import optuna
         from optuna.trial import TrialState
@@ -192,57 +190,52 @@ class Search:
                         d.suggest(trial)
             if trial:
                 with held:
-                    yield trial, held
+                    yield trial
             elif running:
                 self.stop.wait(0.5)  # another process may be killed and leave us its trial
             else:
                 return
 
-    def train(self, number: int, env_id: str, seed: int, flags: list[str], held: TextIO) -> float:
+    def train(self, number: int, env_id: str, seed: int, flags: list[str]) -> float:
         """Train, or go on, or find it done; the scaled score."""
         folder = self.trial_folder(number) / f"{data.slug(env_id)}-s{seed}"
-        log = folder.with_name(f"{folder.name}.log")
-        if data.read_folder(folder, {}).status != "finished":
-            words = [*shlex.split(self.command), *flags, "--env-id", env_id, "--seed", str(seed)]
-            if (folder / "checkpoint.pt").exists():
-                words += ["--resume", str(folder)]
-            else:
-                shutil.rmtree(folder, ignore_errors=True)
-                words += ["--run-dir", str(folder)]
-            if self.stop.is_set():
+        if not (folder / "job.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # a run of no job
+            folder.mkdir(parents=True)
+            own = zip(OURS, (env_id, str(seed), str(folder / "run")), strict=True)
+            words = [*shlex.split(self.command), *flags, *itertools.chain(*own)]
+            job = {"command": shlex.join(words), "env_id": env_id, "seed": seed, "reason": ""}
+            job |= {"variant": f"trial-{number:04}", "foreign": False, "eval_episodes": 0}
+            write_json(folder / "job.json", job | {"done": False})
+        while locked(folder):  # by a script that outlived the process that started it
+            if self.stop.wait(0.5):
                 raise Stopped
-            with open(log, "a") as out:
-                process = subprocess.Popen(
-                    executable(words), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                    env={"OMP_NUM_THREADS": "1"} | os.environ, start_new_session=True,
-                    pass_fds=[held.fileno()],
-                )  # fmt: skip
-            self.processes.add(process)
-            if self.stop.is_set():  # since just now
-                process.terminate()
-            code = process.wait()
-            self.processes.discard(process)
-            if code and self.stop.is_set():
-                raise Stopped
-            if code:
-                how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-                said = "".join(f"\n  | {line}" for line in tail(log))
-                raise Failed(f"{env_id}, seed {seed}: {how}; {log}{said}")
-        run = data.read_folder(folder, {})
-        score = run.score("training")
-        if run.status != "finished" or not math.isfinite(score):
-            raise Failed(f"{env_id}, seed {seed}: {run.status}, its score is {score}; {log}")
-        low, high = self.scales[env_id]
-        return (score - low) / (high - low)
+        work = Work(folder, None)
+        self.works.add(work)
+        if self.stop.is_set():  # since just now
+            work.stop()
+        work()
+        self.works.discard(work)
+        job, log = data.read_json(folder / "job.json"), folder / "log.txt"
+        if not job["done"] and not job["reason"]:
+            raise Stopped
+        said = "".join(f"\n  | {line}" for line in tail(log))
+        if job["reason"]:
+            raise Failed(f"{env_id}, seed {seed}: {job['reason']}; {log}{said}")
+        score = data.read_job(folder).score("training")
+        if not math.isfinite(score):
+            raise Failed(f"{env_id}, seed {seed}: its score is {score}; {log}{said}")
+        scale = self.scales[env_id]
+        return (score - scale.low) / (scale.high - scale.low)
 
-    def work(self, trial, held: TextIO) -> tuple[str, float | None, dict]:
+    def work(self, trial) -> tuple[str, float | None, dict]:
         """Do what is left of a trial: how it ended (an optuna state), its score, those of each
         environment; reports after each seed."""
         flags, scores = self.flags(trial.params), {env_id: [] for env_id in self.scales}
         reported = trial.study.trials[trial.number].intermediate_values
         for k, seed in enumerate(self.seeds):
             for env_id, mine in scores.items():
-                mine.append(self.train(trial.number, env_id, seed, flags, held))
+                mine.append(self.train(trial.number, env_id, seed, flags))
             score = mean(mean(mine) for mine in scores.values())
             if k < len(self.seeds) - 1:
                 if k not in reported:
@@ -256,17 +249,14 @@ class Search:
         from optuna.trial import TrialState
 
         study = self.study()
-        for trial, held in self.claim(study):
+        for trial in self.claim(study):
             name, flags = f"trial {trial.number}", shlex.join(self.flags(trial.params))
             start = time.time()
-            if "start" not in trial.user_attrs:
-                words = executable(shlex.split(self.command))
-                trial.set_user_attr("start", data.provenance(words))
             try:
-                state, score, scores = self.work(trial, held)
+                state, score, scores = self.work(trial)
             except Stopped:
                 return
-            except (Failed, OSError, SystemExit) as error:  # the last of a table that is damaged
+            except (Failed, OSError, ValueError) as error:  # the last of a damaged table
                 study.tell(trial, state=TrialState.FAIL)
                 print(f"{name} failed: {flags}\n  {error}", file=sys.stderr, flush=True)
                 continue
@@ -294,7 +284,9 @@ def write(search: Search, trials: list):
             row = [trial.number, trial.state.name.lower(), trial.value, seconds]
             row += [trial.params.get(name, "") for name in names]
             row += [mean(scores[e]) if e in scores else "" for e in search.scales]
-            table.writerow([*row, trial.user_attrs.get("start", {}).get("git_commit")])
+            jobs = sorted(search.trial_folder(trial.number).glob("*/job.json"))
+            starts = [start for job in jobs for start in data.read_json(job).get("starts", [])]
+            table.writerow([*row, starts[0]["git_commit"] if starts else ""])
     temporary.replace(search.folder / "trials.csv")
 
 
@@ -311,10 +303,7 @@ def report(search: Search, study, trials: list):
         cells = (trial.params[name] for name in names)
         cells = (f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells)
         rows.append([str(trial.number), f"{trial.value:.4g}", *cells])
-    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
-    print()
-    for row in rows:
-        print("".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(f"\n{programs.aligned(rows, range(9**9))}")
     if len({trial.value for trial in best}) > 1:
         importances = optuna.importance.get_param_importances(study)
         parts = (f"{name} {share:.2f}" for name, share in importances.items())
@@ -334,8 +323,8 @@ def stop_on_signals(search: Search):
         kill, search.signal = received[-1] - received[0] > 1, number  # uv sends a copy at once
         search.stop.set()
         print("\nstopping after these iterations; Ctrl-C: at once", file=sys.stderr, flush=True)
-        for process in list(search.processes):
-            process.kill() if kill else process.terminate()
+        for work in list(search.works):
+            work.stop(kill)
 
     before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -356,6 +345,7 @@ def tune(
     workers: int = 1,
     prune: bool = True,
     seed: int = 0,
+    scales: Path = data.SCALES,
 ):
     """Search for the flags with the highest returns. The same command goes on where it was cut off;
     several at once, on any number of nodes, work on one study. Exit code 1 if fewer than --trials
@@ -374,51 +364,38 @@ def tune(
         workers: trials at once, of this process
         prune: end a trial after a seed if it is then below the median of the others
         seed: of the search
+        scales: a table of env_id, low, high: the returns that count as 0 and as 1
     """
-    for name, value, least in (
-        ("num-seeds", num_seeds, 1), ("trials", trials, 1), ("start-seed", start_seed, 0),
-        ("workers", workers, 1), ("seed", seed, 0),
-    ):  # fmt: skip
-        if value < least:
-            fail(f"--{name} {value}: must be at least {least}")
+    at_least(1, num_seeds=num_seeds, trials=trials, workers=workers)
+    at_least(0, start_seed=start_seed, seed=seed)
     if not search or not env_ids:
-        fail("--search and --env-ids each need at least one value")
+        refuse("--search and --env-ids each need at least one value")
     dimensions = [dimension(text) for text in search]
     for names, what in (([d.name for d in dimensions], "--search"), (env_ids, "--env-ids")):
         if len(set(names)) < len(names):
-            fail(f"{what}: one of them is given twice")
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        fail(f"--command {command!r}: {error}")
-    missing = [w for w in words if w.endswith(".py") and not Path(w).is_file()]
-    if not words or missing:
-        fail(f"--command {command!r}: {missing[0] if missing else 'it'} does not exist")
-    given = {"--env-id", "--seed", "--run-dir", *(f"--{d.name}" for d in dimensions)}
-    given &= {word.partition("=")[0].replace("_", "-") for word in words}
-    if given:
-        fail(f"--command {command!r}: {min(given)} is given to each run by this program")
-
+            refuse(f"{what}: one of them is given twice")
+    if given := programs.given_twice(split(command), [*OURS, *(f"--{d.name}" for d in dimensions)]):
+        refuse(f"--command {command!r}: {given} is given to each run by this program")
     try:
         import optuna
     except ImportError:
-        fail("needs optuna: pip install optuna")
+        refuse("needs optuna: pip install optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     seeds = list(range(start_seed, start_seed + num_seeds))
-    scale = scales(env_ids, data.HERE / "scales.csv")
+    scale = scales_of(env_ids, scales)
     plan = Search(command, dimensions, scale, seeds, trials, study, prune, seed)
     try:
         guard = lock(study / "lock", wait=True)
     except OSError as error:
-        fail(f"--study {study}: {error.strerror}")
+        refuse(f"--study {study}: {error.strerror}")
     with guard:
-        known = plan.study()
+        known = plan.open_study()
         settings = known.user_attrs.get("settings")
         if settings is None:
             known.set_user_attr("settings", plan.settings())
         for name, value in plan.settings().items():
             if settings and settings[name] != value:
-                fail(f"--study {study}: {name} was {settings[name]}; give another folder")
+                refuse(f"--study {study}: {name} was {settings[name]}; give another folder")
         plan.failed_before = {t.number for t in known.trials if t.state.name == "FAIL"}
     with stop_on_signals(plan), ThreadPoolExecutor(workers) as pool:
         for future in [pool.submit(plan.worker) for _ in range(workers)]:

@@ -1,6 +1,7 @@
 """benchmark report and compare: statistics against slow ones, and what is written about runs."""
 
 import base64
+import contextlib
 import csv
 import json
 import math
@@ -13,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmark import data, stats, studies
+from benchmark import data, stats
 from benchmark.compare import compare, judge
+from benchmark.published import curves, tables
 from benchmark.report import band, report
 
 EXACT = {"rel": 0, "abs": 1e-9}
@@ -365,14 +367,13 @@ def test_page_opens_offline(written):
         assert (written[1] / f"{name}.png").stat().st_size > 10_000
 
 
-def test_anchors_are_in_no_statistic(written, tmp_path, monkeypatch):
+def test_anchors_are_in_no_statistic(written, tmp_path):
     root, output = written
-    anchor = data.Anchor(
-        "Peer", "ppo", "CartPole-v1", 500, None, 1e6, 0.0, "std", 9, "max", "there"
-    )
-    monkeypatch.setattr(data, "anchors", lambda: [anchor])
+    header = data.ANCHORS.read_text().splitlines()[0]
+    line = "Peer,ppo,CartPole-v1,500,,1e6,0.0,std,9,max,there"
+    (tmp_path / "anchors.csv").write_text(f"{header}\n{line}\n")
     with pytest.raises(SystemExit):
-        report([root], tmp_path)
+        report([root], tmp_path, anchors=tmp_path / "anchors.csv")
     assert (
         "| CartPole-v1 | Peer | ppo | 500 steps | 1,000,000 | 0.00 std | 9 | max | there |"
         in (tmp_path / "report.md").read_text()
@@ -477,45 +478,44 @@ def test_compare_ends(tmp_path, capsys):
         assert code == 2 and words in error and error.count("\n") == 1
 
 
-def rows_of(page: Path) -> list[list[str]]:
-    lines = [line for line in page.read_text().splitlines() if line.startswith("| ")]
+def rows_of(table: str) -> list[list[str]]:
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def test_head_to_head(tmp_path, monkeypatch):
     for seed, level in enumerate((1000, 2000, 3000, 4000, 5000)):
-        for k, env_id in enumerate(studies.MUJOCO):
+        for k, env_id in enumerate(curves.MUJOCO):
             played = (level, level + 2 * k)
             write_run(tmp_path, env_id, "ppo_continuous_action", seed, level, evaluation=played)
             for script in ("ppo_kl_adaptive", "ppo_cma"):
                 more = {"variant": "1M", "evaluation": (level / 2,)}
                 write_run(tmp_path, env_id, script, seed, level / 2, **more)
     write_run(tmp_path, "Humanoid-v4", "ppo_cma", 0, 1e9, variant="1M")  # is not part of it
-    monkeypatch.setattr(data, "RESULTS", tmp_path)
-    studies.head_to_head(tmp_path / "page")
-    rows = rows_of(tmp_path / "page" / "README.md")
-    assert sum(row[1] == "5, 5, 5" for row in rows) == 2 * len(studies.MUJOCO)
-    training, evaluation = (row for row in rows if row[0] == "Hopper-v4" and row[1] == "5, 5, 5")
-    assert [cell.split(" [")[0] for cell in training[2:]] == ["3,000", "1,500", "1,500"]
-    assert [cell.split(" [")[0] for cell in evaluation[2:]] == ["3,001", "1,500", "1,500"]
+    monkeypatch.setattr(curves, "RESULTS", tmp_path)
+    for metric, wanted in (("training", "3,000"), ("evaluation", "3,001")):
+        rows = rows_of(tables.each_environment(metric))[2:]
+        assert [row[:2] for row in rows] == [[env_id, "5, 5, 5"] for env_id in curves.MUJOCO]
+        (hopper,) = (row for row in rows if row[0] == "Hopper-v4")
+        assert [cell.split(" [")[0] for cell in hopper[2:]] == [wanted, "1,500", "1,500"]
+    rows = rows_of(tables.all_environments("training"))
     beaten = [row[2:4] for row in rows if row[:2] == ["1", "ppo_cma 1M"] and len(row) == 5]
-    assert beaten[:2] == [["ppo_continuous_action", "0.20"], ["ppo_kl_adaptive 1M", "0.50"]]
-    # of 25 pairs 4 are won and 2 tied, and all are alike; the first is training
-    names = {path.name for path in (tmp_path / "page").iterdir()}
-    assert names == {"README.md", "curves.png"}
+    assert beaten == [["ppo_continuous_action", "0.20"], ["ppo_kl_adaptive 1M", "0.50"]]
+    # of 25 pairs 4 are won and 2 tied, and all are alike
+    (tmp_path / "head-to-head").mkdir()
+    curves.head_to_head()
+    assert [path.name for path in (tmp_path / "head-to-head").iterdir()] == ["curves.png"]
 
 
 def test_ablations(tmp_path, monkeypatch):
-    monkeypatch.setattr(studies, "ABLATED", ("Hopper-v4", "Walker2d-v4"))
     for seed in range(8):
-        for env_id in studies.ABLATED:
+        for env_id in curves.ABLATED:
             write_run(tmp_path, env_id, "ppo_cma", seed, 1000 + seed, variant="1M")
             write_run(tmp_path, env_id, "ppo_cma", seed, 500 + seed, variant="1M-H1")
             write_run(tmp_path, env_id, "cma_mean_first", seed, 1000 + seed, variant="1M")
         write_run(tmp_path, "Walker2d-v4", "ppo_cma", seed, 2000 + seed, variant="1M-H5")
-    monkeypatch.setattr(data, "RESULTS", tmp_path)
-    studies.ablations(tmp_path / "page")
-    rows = {row[0]: row for row in rows_of(tmp_path / "page" / "README.md")[:6]}
+    monkeypatch.setattr(curves, "RESULTS", tmp_path)
+    rows = {row[0]: row for row in rows_of(tables.each_change("training"))}
     assert rows["ppo_cma"][2] == "8, 8"
     assert rows["ppo_cma"][3].startswith("1,004 [")  # of 1002 to 1005
     assert rows["ppo_cma 1M-H1"][3].startswith("503.5 [")
@@ -526,7 +526,7 @@ def test_ablations(tmp_path, monkeypatch):
     assert rows["ppo_cma 1M-H5"][2:4] == ["0, 8", "-"]  # judged where it ran
     assert rows["ppo_cma 1M-H5"][5].startswith("1.00 [")
     assert rows["ppo_cma 1M-H5"][7] == "improved"
-    assert studies.CHANGES["ppo_cma 1M-H1"] in rows["ppo_cma 1M-H1"][1]
+    assert curves.CHANGES["ppo_cma 1M-H1"] in rows["ppo_cma 1M-H1"][1]
 
 
 def test_a_committed_run_goes_by_its_program_not_by_the_script_that_imports(tmp_path):
@@ -541,25 +541,156 @@ def test_a_committed_run_goes_by_its_program_not_by_the_script_that_imports(tmp_
     assert (run.score("training"), run.score("evaluation")) == (1000.0, 8.0)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"seed": "first"}, {"seed": [1]}, {"args": "none"}, {"script": 7}, {"evaluation": ["best"]}],
-)
-def test_a_run_json_of_others_with_the_wrong_kinds_is_one_line(wrong, tmp_path):
-    write_run(tmp_path, "A-v0", "ppo", 1, 1.0)
-    folder = tmp_path / "A-v0" / "ppo" / "default-s1" / "run"
+ODD = {
+    "seed": {"seed": "first"},
+    "seeds": {"seed": [1]},
+    "infinite seed": {"seed": math.inf},
+    "args": {"args": "none"},
+    "script": {"script": 7},
+    "evaluation": {"evaluation": ["best"]},
+    "ragged evaluation": {"evaluation": [[1], [1, 2]]},
+    "steps": {"args": {"env_id": "A-v0", "total_timesteps": "many"}},
+    "seconds": {"wall_seconds": "long"},
+}
+
+
+@pytest.mark.parametrize("wrong", ODD.values(), ids=ODD)
+def test_a_run_with_the_wrong_kinds_is_listed_and_costs_no_report(wrong, tmp_path, capsys):
+    for seed in (1, 2):
+        write_run(tmp_path / "runs", "A-v0", "ppo", seed, 100.0 * seed)
+    folder = tmp_path / "runs" / "A-v0" / "ppo" / "default-s2" / "run"
     info = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(info | wrong))
-    with pytest.raises(SystemExit, match=rf"^{folder}: run.json .* can't be understood: .+\Z"):
-        data.find([folder])
-    (folder / "run.json").write_text("[]")  # as good as none
-    assert data.read_folder(folder, {}).status == "missing"
+    (folder.parent / "job.json").unlink()
+    said = "1 of 2 runs have no score, see the report\n"
+    assert ends(capsys, report, [tmp_path / "runs"], tmp_path / "out") == (1, said)
+    bad, good = table(tmp_path / "out" / "runs.csv")[::-1]
+    assert (good["status"], good["training"], good["reason"]) == ("finished", "100", "")
+    assert bad["status"] == "unreadable" and bad["reason"].startswith(f"{folder}: ")
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "1 of 2 runs are finished" in text and "| unreadable | " in text
+    assert ends(capsys, report, [folder], tmp_path / "out")[0] == 2  # nothing else is there
+
+
+def broken(tmp_path: Path, name: str, content: bytes) -> dict:
+    """The row in runs.csv of a run one of whose files holds this, beside a healthy one."""
+    for seed in (1, 2):
+        write_run(tmp_path / "runs", "A-v0", "ppo", seed, 100.0 * seed)
+    (tmp_path / "runs" / "A-v0" / "ppo" / "default-s2" / name).write_bytes(content)
+    with contextlib.suppress(SystemExit):
+        report([tmp_path / "runs"], tmp_path / "out")
+    rows = table(tmp_path / "out" / "runs.csv")
+    assert [row["seed"] for row in rows] == ["1", "2"] and rows[0]["status"] == "finished"
+    return rows[1]
+
+
+HEAD = b"global_step,seconds,return,length\n"
+FILES = {
+    "no UTF-8": ("run/episodes.csv", HEAD + b"1,1,\xff,1\n", "can't decode byte 0xff"),
+    "words": ("run/episodes.csv", HEAD + b"1,1,many,1\n", "could not convert string"),
+    "columns": ("run/episodes.csv", HEAD + b"1,1,1\n", "a row lacks a step or a time"),
+    "steps": ("run/episodes.csv", HEAD + b"nan,1,1,1\n", "a row lacks a step or a time"),
+    "header": ("run/episodes.csv", b"step,score\n1,1\n", "the columns are step,score"),
+    "list": ("run/run.json", b"[]", "run.json is no JSON object"),
+    "half": ("run/run.json", b'{"status"', "run.json is no JSON object"),
+    "bytes": ("run/run.json", b"\xff\xfe", "run.json is no JSON object"),
+    "starts": ("job.json", b'{"seed": 2, "env_id": "A-v0", "starts": 7}', "int"),
+}
+
+
+@pytest.mark.parametrize("name, content, reason", FILES.values(), ids=FILES)
+def test_a_file_that_can_not_be_read_is_listed(name, content, reason, tmp_path):
+    row = broken(tmp_path, name, content)
+    assert row["status"] == "unreadable"
+    assert reason in row["reason"]
+
+
+@pytest.mark.parametrize(
+    "hardware, cpu",
+    [
+        (None, ""),
+        ("a TPU", "a TPU"),
+        ([1], "[1]"),
+        ({"cpu": None}, ""),
+        ({"cpu": {"a": 1}}, "{'a': 1}"),
+    ],
+)
+def test_any_hardware_can_be_told(hardware, cpu, tmp_path):
+    info = {"status": "finished", "hardware": hardware, "git_commit": 7, "args": None, "seed": "2"}
+    row = broken(tmp_path, "run/run.json", json.dumps(info).encode())
+    assert (row["status"], row["commit"], row["cpu"]) == ("finished", "7", cpu)
+
+
+EVIL = "=cmd|'/C calc'!A0<script>alert(1)</script>|$x^$\ud800\n[a](http://b)"
+
+
+def test_what_a_run_says_is_never_markup_nor_a_formula(tmp_path, capsys):
+    for seed in (1, 2, 3):
+        for script in ("ppo", "=other"):
+            folder = tmp_path / "runs" / f"{script}{seed}"
+            folder.mkdir(parents=True)
+            info = {"script": script, "seed": seed, "status": "finished"}
+            info |= {"args": {"env_id": EVIL, "exp_name": "+$1"}}
+            (folder / "run.json").write_text(json.dumps(info))
+            rows = "".join(f"{k},{k},{seed},1\n" for k in range(1, 40))
+            (folder / "episodes.csv").write_bytes(HEAD + rows.encode())
+    assert ends(capsys, report, [tmp_path / "runs"], tmp_path / "out") == (0, "")
+    text, page = ((tmp_path / "out" / name).read_text() for name in ("report.md", "index.html"))
+    assert "<script" not in text and "&lt;script>alert" in text
+    assert "<script" not in page and "&lt;script&gt;alert" in page
+    (row,) = (line for line in text.splitlines() if "worst and best of these runs" in line)
+    assert len(re.split(r"(?<!\\)\|", row)) == 4 + 2  # each | of the id is escaped
+    references = References()
+    references.feed(page)
+    assert all(found.startswith("data:image/svg") for found in references.found)
+    for name in ("runs.csv", "summary.csv"):
+        for line in table(tmp_path / "out" / name):
+            assert line["env_id"].startswith("'=cmd|") and "\n" not in line["env_id"]
+            assert line["algorithm"] in ("ppo +$1", "'=other +$1")
+    assert table(tmp_path / "out" / "runs.csv")[0]["training"] == "1"
+
+
+def by_hand(folder: Path, name: str, seed: int, level: float):
+    """A run as a script leaves it, with or without an --exp-name."""
+    folder.mkdir(parents=True)
+    info = {"script": "ppo.py", "seed": seed, "status": "finished"}
+    info |= {"args": {"env_id": "A-v0", "exp_name": name, "total_timesteps": 100}}
+    (folder / "run.json").write_text(json.dumps(info))
+    rows = "".join(f"{k},{k},{level},1\n" for k in range(1, 40))
+    (folder / "episodes.csv").write_bytes(HEAD + rows.encode())
+
+
+def test_another_exp_name_is_a_variant_of_its_own(tmp_path, capsys):
+    for seed in range(5):
+        for name, level in (("ppo", 10 + seed), ("wide", 30 + seed)):
+            by_hand(tmp_path / "runs" / f"{name}{seed}", name, seed, level)
+    assert ends(capsys, report, [tmp_path / "runs"], tmp_path / "out") == (0, "")
+    rows = table(tmp_path / "out" / "summary.csv")
+    means = {row["algorithm"]: row["mean"] for row in rows if row["metric"] == "training"}
+    assert means == {"ppo": "12", "ppo wide": "32"}
+    compare(tmp_path / "runs", algorithm=("ppo", "ppo wide"))
+    assert "P(B > A) = 1.00" in capsys.readouterr().out
+    by_hand(tmp_path / "runs" / "again", "wide", 3, 1.0)
+    code, error = ends(capsys, report, [tmp_path / "runs"], tmp_path / "out")
+    assert code == 2 and "a second run of ppo wide on A-v0 with seed 3" in error
+    assert "give one another --exp-name" in error
+
+
+def test_a_run_of_b_that_can_not_be_read_is_missed(tmp_path, capsys):
+    for side in ("a", "b"):
+        for seed in range(5):
+            by_hand(tmp_path / side / f"{seed}", "ppo", seed, seed)
+    assert ends(capsys, compare, tmp_path / "a", tmp_path / "b") == (0, "")
+    (tmp_path / "b" / "4" / "episodes.csv").write_bytes(b"\xff\n")
+    code, error = ends(capsys, compare, tmp_path / "a", tmp_path / "b")
+    assert code == 1 and "unreadable" in error and error.startswith("B lacks ")
+    assert ends(capsys, compare, tmp_path / "b", tmp_path / "a") == (0, "")
 
 
 def test_scales():
-    rows = table(data.HERE / "scales.csv")
+    rows = table(data.SCALES)
     assert all(float(row["low"]) < float(row["high"]) and row["source"] for row in rows)
-    from benchmark.scales import random_return
+    from benchmark.published.scales import random_return
 
     known = {row["env_id"]: float(row["low"]) for row in rows}
     returns = random_return("CartPole-v1", 30)

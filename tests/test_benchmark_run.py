@@ -17,19 +17,9 @@ import pytest
 from program import ROOT, rows
 
 from benchmark import data
+from benchmark.programs import last_word, locked, provenance, tail, write_json
 from benchmark.report import run_row
-from benchmark.run import (
-    Job,
-    Local,
-    Slurm,
-    Work,
-    gpus_here,
-    last_word,
-    locked,
-    plan,
-    tail,
-    write_json,
-)
+from benchmark.run import Job, Local, Slurm, Work, gpus_here, plan
 
 # As our scripts are, from outside: a step a tick, a checkpoint after each, SIGTERM stops it.
 TOY = """
@@ -301,7 +291,7 @@ def test_only_what_says_finished_and_can_be_read_is_done(toy):
     assert done.returncode == 1
     assert "1 of 3 jobs done, 2 failed" in done.stdout
     assert "s1/run/run.json does not say that it is finished" in done.stdout
-    assert "s2/run: not a table of episodes: the columns are step,score" in done.stdout
+    assert "s2: failed; not a table of episodes: the columns are step,score" in done.stdout
     done = bench("python half.py 1 {run_dir}", num_seeds=3)
     assert done.returncode == 2 and "{seed} is missing" in done.stderr
 
@@ -394,7 +384,7 @@ TORCHRUN = ["python", "-m", "torch.distributed.run"]
     ],
 )
 def test_processes_and_versions_of_a_command(toy, words, processes):
-    found = data.provenance(words)
+    found = provenance(words)
     assert found["processes"] == processes
     assert bool(found["versions"]) == (words[0] == "python")  # uv's Python may have others
     assert found["git_commit"] is found["git_dirty"] is None
@@ -412,7 +402,7 @@ def test_gpus_that_a_run_was_shown(toy, visible, gpu):
     environment = os.environ | {"PATH": f"{toy}:{os.environ['PATH']}"}
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    code = "import sys; from benchmark import data; print(data.provenance(['toy.py'])['hardware'])"
+    code = "from benchmark.programs import provenance; print(provenance(['toy.py'])['hardware'])"
     told = subprocess.check_output(
         [sys.executable, "-c", code], text=True, env=environment | {"PYTHONPATH": str(ROOT)}
     )
@@ -452,6 +442,11 @@ WRONG = {
     "retries": ({"retries": -1}, "--retries -1: must be at least 0"),
     "variant": ({"variant": "a/b"}, "--variant 'a/b': must be a word"),
     "number": ({"workers": "two"}, "workers"),
+    "outside": ({"env_ids": [".."]}, "--env-ids: '..' can't name a folder"),
+    "here": ({"env_ids": ["A-v0", "."]}, "--env-ids: '.' can't name a folder"),
+    "empty": ({"env_ids": [""]}, "--env-ids: '' can't name a folder"),
+    "lines": ({"env_ids": ["A\nB"]}, "can't name a folder"),
+    "long": ({"env_ids": ["A" * 300]}, "can't name a folder"),
 }
 
 

@@ -116,7 +116,7 @@ def test_known_costs(capsys):
     text = Path("out/speed.csv").read_text()
     assert not any(str(path) in text for path in (Path.cwd(), ROOT, sys.prefix))
     told = capsys.readouterr().out
-    (line,) = re.findall(r"^toy / twice +(\S+) \(", told, re.MULTILINE)
+    (line,) = re.findall(r"^ *toy / twice +(\S+) \(", told, re.MULTILINE)
     assert float(line) == pytest.approx(2, rel=0.15)
     assert "load average before: " in told
     assert int(re.search(r"more than 5 % apart: (\d) of 6", told)[1]) >= 2  # the idle one's
@@ -142,7 +142,7 @@ def test_more_steps_for_a_program_that_refuses_so_few(capsys):
     with pytest.raises(SystemExit) as end:
         speed(("python toy.py --least 1000000000",), **TINY)
     assert end.value.code == 1
-    assert "toy ended with code 2:" in capsys.readouterr().err
+    assert "toy: exit code 2:" in capsys.readouterr().err
 
 
 def test_as_many_steps_as_take_the_time():
@@ -159,9 +159,10 @@ def test_as_many_steps_as_take_the_time_where_a_program_waits(monkeypatch):
     assert bench.enough(Program("toy", "", []), 500, 9.0) == 4500
 
 
-def test_what_is_measured_before_one_fails_is_kept():
+def test_what_is_measured_before_one_fails_is_kept(capsys):
     with pytest.raises(SystemExit):
         speed(("python toy.py --cost 1e-4", "python toy.py --say fail"), **TINY)
+    assert "\nmeasured so far: out/speed.part.csv\n" in capsys.readouterr().err
     assert not Path("out/speed.csv").exists()
     kept = Path("out/speed.part.csv").read_text()
     assert [line.split(",")[:4] for line in kept.splitlines() if line[0] != "#"][1:] == [
@@ -184,8 +185,8 @@ def test_vary(capsys):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--say fail", "toy ended with code 1:\nfail\nno more room\n"),
-        ("--say 'so going on eagerly'", "toy does not compile:\nso going on eagerly\n"),
+        ("--say fail", "toy: exit code 1:\nfail\nno more room\n"),
+        ("--say 'so going on eagerly'", "toy: does not compile:\nso going on eagerly\n"),
         ("--cost 1e-9 --batch 100000", "2000 steps more took"),
     ],
 )
@@ -195,6 +196,19 @@ def test_what_fails_ends_it_with_its_log(flags, told, capsys):
     assert end.value.code == 1
     assert told in capsys.readouterr().err
     assert not Path("out/speed.csv").exists()
+
+
+def test_a_program_without_cpu_time_is_measured_by_the_clock(monkeypatch, capsys):
+    """Rounded to a thousandth of a second, as the table has it, there is none."""
+    monkeypatch.setattr(
+        Bench, "run", lambda self, program, steps, **_: Cost(steps, 0.0001, steps * 1e-3, 1.0)
+    )
+    speed(("python toy.py", "b=python toy.py --cost 0"), **TINY)
+    measured = summary(table()[1])
+    assert measured["b"].rates == pytest.approx([1000, 1000])
+    assert np.isnan(measured["b"].cpu_rates).all()
+    told = capsys.readouterr().out
+    assert re.search(r"\n *b +- +1,000 \(1,000 to 1,000\) ", told)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +234,7 @@ def test_wrong_input_is_one_line(wrong, capsys):
         speed(**({"command": ("python toy.py",)} | TINY | wrong))
     assert end.value.code == 2
     told = capsys.readouterr().err
-    assert told.startswith("benchmark speed: ")
+    assert told.startswith("benchmark: ")
     assert told.count("\n") == 1
 
 
@@ -253,7 +267,8 @@ def test_names_and_built_in_peers(root, monkeypatch):
     assert one.words[:2] == [sys.executable, str(root / "ppo.py")]
     peer = built_in("sb3", f"torchrun --nproc-per-node=2 {first[7:]}")
     assert peer.command == "python benchmark/peers.py sb3 ppo.py --env-id CartPole-v1 --compile"
-    assert peer.words[1:] == [str(root / "benchmark" / "peers.py"), *peer.command.split()[2:]]
+    own = [str(root / "benchmark" / "peers.py"), "sb3", str(root / "ppo.py")]
+    assert peer.words[1:] == [*own, *peer.command.split()[4:]]
 
 
 SB3 = [
@@ -276,7 +291,8 @@ def test_sb3_has_our_hyper_parameters(script, flags):
     from stable_baselines3.common.vec_env import VecNormalize, unwrap_vec_normalize
 
     total = "--total-timesteps 20480"
-    module, args = peers.clipped(*peers.parse(f"{script}.py", f"{flags} {total}".split()))
+    module, args = peers.parse(ROOT / f"{script}.py", f"{flags} {total}".split())
+    assert peers.clipped(module, args) is args
     assert module.__name__ == script
     model = peers.sb3_model(module, args)
     same = {
@@ -347,8 +363,8 @@ def test_sb3_has_our_hyper_parameters(script, flags):
 @pytest.mark.parametrize("script", ["ppo_kl_adaptive", "ppo_cma"])
 def test_beside_scripts_without_an_equal_sb3_has_cleanrls_settings(script):
     flags = "--env-id Hopper-v4 --num-envs 5 --seed 3 --total-timesteps 40960 --no-cuda"
-    module, args = peers.clipped(*peers.parse(script, flags.split()))
-    model = peers.sb3_model(module, args)
+    module, args = peers.parse(ROOT / f"{script}.py", flags.split())
+    model = peers.sb3_model(module, peers.clipped(module, args))
     assert (model.n_envs, model.n_steps, model.batch_size, model.n_epochs) == (1, 2048, 64, 10)
     assert (model.clip_range_vf(1), model.lr_schedule(0.95), model.seed) == (0.2, 3e-4, 3)
     assert (model.policy.log_std == 0).all()
@@ -358,7 +374,7 @@ def test_beside_scripts_without_an_equal_sb3_has_cleanrls_settings(script):
 
 def test_rescaled_actions_span_the_box():
     flags = "--env-id Pendulum-v1 --num-envs 2 --num-steps 64"
-    envs = peers.sb3_envs(*peers.parse("ppo_continuous_action", flags.split()))
+    envs = peers.sb3_envs(*peers.parse(ROOT / "ppo_continuous_action.py", flags.split()))
     assert (envs.action_space.low, envs.action_space.high) == (-1, 1)
     envs.reset()
     for action in (-1.0, 0.25, 1.0):
@@ -396,7 +412,9 @@ def test_pool_has_no_step_between_episodes():
     ],
 )
 def test_bare_steps(script, flags):
-    steps = peers.bare(*peers.parse(script, [*flags.split(), "--total-timesteps", "1024"]))
+    steps = peers.bare(
+        *peers.parse(ROOT / f"{script}.py", [*flags.split(), "--total-timesteps", "1024"])
+    )
     if script != "ppo_atari_multigpu" and "async" not in flags:
         assert steps == 1024
     else:  # the step after each episode, which only resets, doesn't count

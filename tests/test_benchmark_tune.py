@@ -31,10 +31,12 @@ parser.add_argument("--fail-above", type=float, default=math.inf)
 parser.add_argument("--run-dir", type=Path)
 parser.add_argument("--resume", type=Path)
 args = parser.parse_args()
+if args.resume:  # with its own arguments
+    args.__dict__ |= json.loads((args.resume / "run.json").read_text())["own"]
 folder = args.resume or args.run_dir
 folder.mkdir(exist_ok=True)
-with open(folder.parent / "starts.txt", "a") as file:
-    file.write(f"{folder.name} {'resumed' if args.resume else 'new'}\\n")
+with open(folder.parent.parent / "starts.txt", "a") as file:
+    file.write(f"{folder.parent.name} {'resumed' if args.resume else 'new'}\\n")
 
 def stop(*args):
     time.sleep(0.3)
@@ -43,6 +45,7 @@ def stop(*args):
 
 signal.signal(signal.SIGTERM, stop)
 info = {"script": "fake.py", "seed": args.seed, "args": {"env_id": args.env_id}}
+info["own"] = {"x": args.x, "kind": args.kind, "seed": args.seed, "sleep": args.sleep}
 (folder / "run.json").write_text(json.dumps(info | {"status": "running", "pid": os.getpid()}))
 (folder / "checkpoint.pt").touch()
 if args.x > args.fail_above:
@@ -123,7 +126,7 @@ def test_finds_the_best(capsys):
 def test_killed_in_mid_trial_and_gone_on(orphan):
     flags = "--command", "python fake.py --sleep 0.8", "--trials", "2", "--no-prune"
     first = start(*flags)
-    script = running("study/trial-0001/Toy-v0-s2/run.json")["pid"]
+    script = running("study/trial-0001/Toy-v0-s2/run/run.json")["pid"]
     first.kill()
     first.wait()
     if orphan == "dies":
@@ -140,7 +143,7 @@ def test_killed_in_mid_trial_and_gone_on(orphan):
 def test_sigterm_leaves_a_study_that_continues():
     flags = "--command", "python fake.py --sleep 30", "--trials", "1"
     first = start(*flags)
-    script = running("study/trial-0000/Toy-v0-s1/run.json")["pid"]
+    script = running("study/trial-0000/Toy-v0-s1/run/run.json")["pid"]
     first.send_signal(signal.SIGTERM)
     out, err = first.communicate(timeout=20)
     assert first.returncode == 128 + signal.SIGTERM
@@ -150,18 +153,19 @@ def test_sigterm_leaves_a_study_that_continues():
         os.kill(script, 0)
     assert rows()[0]["state"] == "running"
     second = start(*flags)
-    running("study/trial-0000/Toy-v0-s2/run.json")
+    running("study/trial-0000/Toy-v0-s2/run/run.json")
     for _ in range(2):  # as under uv; not yet "at once", which kills
         second.send_signal(signal.SIGINT)
         time.sleep(0.02)
     second.communicate(timeout=20)
     assert second.returncode == 128 + signal.SIGINT
-    assert Path("study/trial-0000/Toy-v0-s2/saved").exists()
+    assert Path("study/trial-0000/Toy-v0-s2/run/saved").exists()
     tune("python fake.py --sleep 30", **SETUP, trials=1)
     assert starts(0) == [f"Toy-v0-s{s} {how}" for s in (1, 2) for how in ("new", "resumed")]
     assert [row["state"] for row in rows()] == ["complete"]
-    digest = hashlib.sha256(FAKE.encode()).hexdigest()  # of what the trial began with, noted once
-    assert Path("study/journal.log").read_text().count(digest) == 1
+    digest = hashlib.sha256(FAKE.encode()).hexdigest()  # of what each run began with, noted once
+    for job in ("Toy-v0-s1", "Toy-v0-s2"):
+        assert Path(f"study/trial-0000/{job}/job.json").read_text().count(digest) == 1
 
 
 def test_two_processes_share_a_study():
@@ -184,8 +188,8 @@ def test_failures_are_told_and_replaced(capfd):
     assert end.value.code == 1
     told = capfd.readouterr()
     assert "0 of 2 trials done, 0 of them pruned, 2 failed" in told.out
-    assert told.err.count("Toy-v0, seed 1: exit code 1; study/trial-") == 2
-    assert told.err.count("is too much") == 2
+    assert told.err.count("Toy-v0, seed 1: exit code 1: ") == 2
+    assert told.err.count(" is too much; study/trial-") == 2
     assert [row["state"] for row in rows()] == ["fail"] * 2
     again = SETUP | {"study": Path("other")}
     with pytest.raises(SystemExit) as end:
@@ -205,17 +209,16 @@ def test_failures_are_told_and_replaced(capfd):
     assert Path("other/trials.csv").read_text().count(",complete,") == 6
 
 
-def test_score_is_scaled_and_averaged_over_environments(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "HERE", tmp_path)
+def test_score_is_scaled_and_averaged_over_environments():
     Path("scales.csv").write_text("# a comment\nenv_id,low,high\nA-v0,0,200\nB-v0,-100,100\n")
-    study = {"num_seeds": 2, "trials": 1, "study": Path("study")}
+    study = {"num_seeds": 2, "trials": 1, "study": Path("study"), "scales": Path("scales.csv")}
     tune("python fake.py", ["x float -1 1"], ["A-v0", "B-v0"], **study)
     (row,) = rows()
     raw = 101.5 - 100 * (float(row["x"]) - 0.3) ** 2
     assert float(row["A-v0"]) == pytest.approx(raw / 200)
     assert float(row["B-v0"]) == pytest.approx((raw + 100) / 200)
     assert float(row["score"]) == pytest.approx((raw + 50) / 200)
-    info = json.loads(Path("study/trial-0000/B-v0-s2/run.json").read_text())
+    info = json.loads(Path("study/trial-0000/B-v0-s2/run/run.json").read_text())
     assert info["args"]["env_id"] == "B-v0"
 
 
@@ -257,6 +260,33 @@ def test_wrong_input_is_one_line(wrong, capsys):
         tune(**({"command": "python fake.py"} | SETUP | wrong))
     assert end.value.code == 2
     told = capsys.readouterr()
-    assert told.err.startswith("benchmark tune: --")
+    assert told.err.startswith("benchmark: --")
     assert told.err.count("\n") == 1
     assert not Path("study").exists()
+
+
+def test_a_journal_cut_off_goes_on_and_a_damaged_one_is_told(capsys):
+    tune("python fake.py", **SETUP, trials=3, prune=False)
+    before, journal = rows(), Path("study/journal.log")
+    whole = journal.read_bytes()
+    for cut in range(1, len(whole), len(whole) // 25):  # as a full disk leaves it, at any byte
+        journal.write_bytes(whole[:cut])
+        tune("python fake.py", **SETUP, trials=3, prune=False)
+        table = rows()
+        assert [row["state"] for row in table] == ["complete"] * 3
+        assert [row["score"] for row in table] != [""] * 3
+        assert all(line.endswith(b"}\n") for line in journal.read_bytes().splitlines(True))
+    journal.write_bytes(whole[:-7])  # the last trial's end is lost, its runs are not
+    for trial in range(3):
+        Path(f"study/trial-{trial:04}/starts.txt").write_text("")
+    journal.write_bytes(whole[: whole.rindex(b"\n", 0, -1) + 5])
+    tune("python fake.py", **SETUP, trials=3, prune=False)
+    assert [len(starts(trial)) for trial in range(3)] == [0, 0, 0]  # nothing is trained again
+    capsys.readouterr()
+    journal.write_bytes(whole[: len(whole) // 2] + b"\xff{\n" + whole[len(whole) // 2 :])
+    with pytest.raises(SystemExit) as end:
+        tune("python fake.py", **SETUP, trials=3)
+    assert end.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("benchmark: --study study: journal.log is damaged (")
+    assert told.count("\n") == 1 and before

@@ -783,6 +783,7 @@ def ablation(name: str, monkeypatch):
     for changed in ("mean_loss", "fit", "Agent", "update", "normalize_advantages", "gae"):
         monkeypatch.setattr(ppo_cma, changed, getattr(ppo_cma, changed))  # as it was afterwards
     folder = Path(ppo_cma.__file__).parent / "benchmark" / "published"
+    monkeypatch.syspath_prepend(folder)  # as where it is run as a program
     runpy.run_path(str(folder / f"{name}.py"), run_name=name)
 
 

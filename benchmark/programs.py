@@ -1,0 +1,190 @@
+"""Programs that train, as run, speed and tune start them: commands, provenance, locks, logs."""
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NoReturn, TextIO
+from uuid import uuid4
+
+VERSIONS = """
+import json, platform
+from importlib import metadata
+found = {"python": platform.python_version()}
+for package in ("torch", "gymnasium", "mujoco", "numpy", "envpool"):
+    try:
+        found[package] = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+
+
+def refuse(message: str) -> NoReturn:
+    """End on wrong input: a line on standard error, exit code 2."""
+    print(f"benchmark: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def at_least(least: float, **flags: float):
+    """Refuse flags below what they must be."""
+    for name, value in flags.items():
+        if not least <= value < math.inf:
+            refuse(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def split(command: str) -> list[str]:
+    """A command's words, if its script is there."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        refuse(f"--command {command!r}: {error}")
+    at = script_at(words)
+    if not words or (at is not None and not Path(words[at]).is_file()):
+        refuse(f"--command {command!r}: {words[at] if words else 'it'} does not exist")
+    return words
+
+
+def script_at(words: list[str]) -> int | None:
+    """Where in a command the script's name stands."""
+    return next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+
+
+def executable(words: list[str]) -> list[str]:
+    """A command with this Python, whatever `python` or `torchrun` is on the path."""
+    if words[0] in ("python", "python3"):
+        return [sys.executable, *words[1:]]
+    if words[0] == "torchrun":
+        return [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+    return words
+
+
+def given_twice(words: list[str], flags: Iterable[str]) -> str:
+    """One of these flags that the command has, too; empty if there is none."""
+    own = {word.partition("=")[0].replace("_", "-") for word in words}
+    return min(own & set(flags), default="")
+
+
+def how_it_ended(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def provenance(words: list[str], environment: Mapping[str, str] = os.environ) -> dict:
+    """What a reader needs to believe or repeat a run, of a command that is about to start.
+
+    Commit and source are of its script, versions of its Python, {} if it names none; `processes`
+    those that torchrun's flags ask for, None if only torchrun knows. What is not known is None.
+    """
+
+    def said(*command: str) -> str | None:
+        with contextlib.suppress(OSError, ValueError):
+            done = subprocess.run(command, capture_output=True, text=True, env=environment)
+            return None if done.returncode else done.stdout.strip()
+
+    at = script_at(words)
+    before, source = words[:at], None if at is None else Path(words[at]).resolve()
+    git = "git", "--no-optional-locks", "-C", str(source.parent if source else os.devnull)
+    changed = said(*git, "status", "--porcelain")
+    cpu, versions, gpus = platform.processor(), {}, None
+    with contextlib.suppress(OSError, IndexError):
+        cpu = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[0]
+    for word in before:
+        if re.fullmatch(r"python[\d.]*", Path(word).name):
+            versions = json.loads((said(word, "-c", VERSIONS) or "{}").splitlines()[-1])
+    shown = environment.get("CUDA_VISIBLE_DEVICES")
+    if shown not in ("", "-1"):
+        query = "nvidia-smi", "--query-gpu=name", "--format=csv,noheader"
+        gpus = (shown and said(*query, f"--id={shown}")) or said(*query)  # parts have no such id
+    sizes = re.findall(r"--(?:nproc[-_]per[-_]node|nnodes)[= ](\S+)", " ".join(before))
+    gpu = ", ".join(gpus.splitlines()) if gpus else None
+    return {
+        "versions": versions,
+        "git_commit": said(*git, "rev-parse", "HEAD"),
+        "git_dirty": None if changed is None else bool(changed),
+        "source_sha256": hashlib.sha256(source.read_bytes()).hexdigest() if source else None,
+        "hardware": {"cpu": cpu, "cores": os.cpu_count(), "gpu": gpu},
+        "processes": math.prod(map(int, sizes)) if all(map(str.isdigit, sizes)) else None,
+    }
+
+
+# --- files and words ------------------------------------------------------------------------------
+
+
+def lock(path: Path, wait: bool = False) -> TextIO | None:
+    """The file, open and locked until it is closed; None if another process has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "a")  # noqa: SIM115, the caller closes it
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
+def locked(folder: Path) -> bool:
+    """Whether a process of this job lives."""
+    file = lock(folder / "lock")
+    if file:
+        file.close()
+    return file is None
+
+
+def write_json(path: Path, content: dict):
+    """Whole or not at all."""
+    temporary = path.with_name(f"{path.name}.{uuid4().hex}")  # two commands may write it at once
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def tail(path: Path, lines: int = 6, size: int = 4000) -> list[str]:
+    """A text file's last lines that hold anything."""
+    if not path.exists():
+        return []
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - size))
+        text = file.read().decode(errors="replace").replace("\r", "\n")
+    return [line for line in text.splitlines() if line.strip()][-lines:]
+
+
+def last_word(path: Path) -> str:
+    """The last line of a log or, if it ends with a frame, as tyro's errors do, what that says up to
+    the first line across."""
+    lines = tail(path, 40, 20_000)
+    if lines and lines[-1].startswith("╰"):
+        top = max((i for i, line in enumerate(lines) if line.startswith("╭")), default=-1)
+        inside = itertools.takewhile(lambda line: "──" not in line, lines[top + 1 :])
+        return " ".join(line.strip("│ ") for line in inside)
+    return lines[-1].strip() if lines else ""
+
+
+def duration(seconds: float) -> str:
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def aligned(rows: list[list[str]], left: Iterable[int] = (0,)) -> str:
+    """Rows of cells as lines; columns are flush right, but those in `left`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        line = (c.ljust(w) if k in left else c.rjust(w) for k, (c, w) in enumerate(cells))
+        lines.append("  " + "  ".join(line).rstrip())
+    return "\n".join(lines)

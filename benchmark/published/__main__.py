@@ -1,0 +1,12 @@
+"""`python -m benchmark.published` makes all figures in results/, and the tables and links of
+README.md, docs/ and results/, anew from the committed runs."""
+
+import sys
+
+from benchmark.published import ROOT, curves, docs
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    figures = (curves.clipped, curves.cma, curves.kl_adaptive, curves.atari)
+    for make in (*figures, curves.head_to_head, curves.ablations, docs.docs):
+        make()

@@ -1,0 +1,12 @@
+"""What the ablations cma_*.py share: each changes a part of ppo_cma.py and has its flags."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import ppo_cma
+
+
+def main():
+    args = ppo_cma.parse_args()
+    (ppo_cma.evaluate if args.evaluate else ppo_cma.train)(args)

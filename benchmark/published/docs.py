@@ -1,0 +1,107 @@
+"""Keep README.md, docs/ and the pages in results/ true to the scripts and to the committed runs.
+In them are written anew the tables of tables.py, each between <!-- its name --> and <!-- end -->,
+and in a page of docs/, of a script's name,
+
+    the line in each link to code   [`text`](../ppo.py#L1): where `text` first stands in that file
+    <!-- flags -->                  a table of the script's flags
+    <!-- results -->                a table of its committed runs
+"""
+
+import dataclasses
+import importlib
+import re
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from benchmark import data
+from benchmark.published import RESULTS, ROOT, tables
+
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+PAGES = [README, *sorted(DOCS.glob("*.md")), *sorted(RESULTS.glob("*.md"))]
+PAGES += sorted(RESULTS.glob("*/README.md"))
+LINK = re.compile(r"\[`([^`]+)`\]\(\.\./(\w+\.py)#L\d+\)")
+
+
+def line_of(text: str, file: str) -> int:
+    """The first line of a script that holds this text, before all others one that defines it."""
+    lines = (DOCS.parent / file).read_text().splitlines()
+    for pattern in (rf"\s*(def|class) {re.escape(text)}\b", rf"{re.escape(text)} =", None):
+        for number, line in enumerate(lines, 1):
+            if text in line if pattern is None else re.match(pattern, line):
+                return number
+    raise SystemExit(f"docs: {text!r} is not in {file}")
+
+
+def link(found: re.Match) -> str:
+    text, file = found.groups()
+    return f"[`{text}`](../{file}#L{line_of(text, file)})"
+
+
+def flags(script: str) -> str:
+    """A table of the fields of a script's Args: flag, default, and the comment that is its help."""
+    module = importlib.import_module(script)
+    source = (DOCS.parent / f"{script}.py").read_text()
+    rows = []
+    for field in dataclasses.fields(module.Args):
+        said = re.search(rf"\n    {field.name}: [^\n#]*# ([^\n]*)", source)[1].replace("|", "\\|")
+        default = field.default
+        if default is dataclasses.MISSING:
+            default = field.default_factory()
+        if field.name == "exp_name":
+            default = "the file's name"
+        if isinstance(default, tuple | list):
+            default = " ".join(map(str, default))
+        flag = "--" + field.name.replace("_", "-")
+        words = {None: "", True: "on", False: "off"}
+        shown = words[default] if default is None or isinstance(default, bool) else default
+        rows.append([f"`{flag}`", shown, said])
+    return tables.table("flag | default |", rows, "---")
+
+
+def score(values: list[float]) -> str:
+    """IQM over seeds with its 95 % interval, in words."""
+    found = [value for value in values if np.isfinite(value)]
+    return tables.bold(tables.estimate(found)) if found else ""
+
+
+def results(script: str) -> str:
+    """A table of a script's committed runs: a row per environment, setting and length."""
+    groups = {}
+    for run in data.find([RESULTS]):
+        if run.script == script and run.status == "finished":
+            goal = (run.info["args"].get(name) for name in ("num_episodes", "total_timesteps"))
+            groups.setdefault((run.env_id, run.variant, *goal), []).append(run)
+    rows = []
+    for (env_id, setting, *_), runs in groups.items():
+        steps = sorted(run.info["global_step"] for run in runs)
+        lengths = dict.fromkeys(f"{steps[k] / 1e6:.2g}M" for k in (0, -1))
+        commits = sorted({(run.info.get("git_commit") or "")[:7] for run in runs})
+        training = score([run.score("training") for run in runs])
+        final = score([run.score("evaluation") for run in runs])
+        seeds = f"{len(runs)}, {' to '.join(lengths)}"
+        rows.append([env_id, setting, seeds, training, final, ", ".join(commits)])
+    header = "environment | setting | seeds, steps | training | final policy | commits"
+    return tables.table(header, rows, "---")
+
+
+def rewrite(page: Path) -> str:
+    """A page's text with its links and tables as they now are."""
+    text, blocks = page.read_text(), dict(tables.BLOCKS)
+    if page.parent == DOCS:
+        text = LINK.sub(link, text)
+        blocks |= {make.__name__: partial(make, page.stem) for make in (flags, results)}
+
+    def block(found: re.Match) -> str:
+        name = found[1]
+        return f"<!-- {name} -->\n{blocks[name]()}\n<!-- end -->" if name in blocks else found[0]
+
+    return re.sub(r"<!-- ([\w-]+) -->.*?<!-- end -->", block, text, flags=re.S)
+
+
+def docs():
+    """Write all pages anew."""
+    for page in PAGES:
+        page.write_text(rewrite(page))

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Every published number of ppo.py and ppo_continuous_action.py: runs (given again, it goes on), their
+# tables, speed. RUNS=folder and WORKERS=processes may be set; on two cores it takes about five hours.
+. "$(dirname "$0")/bench.sh"
+mujoco=(HalfCheetah-v4 Walker2d-v4 Hopper-v4 InvertedPendulum-v4)
+
+bench --num-seeds 10 --env-ids "${mujoco[@]:0:3}" Ant-v4 Swimmer-v4 InvertedDoublePendulum-v4 \
+  --command "python ppo_continuous_action.py"
+bench --env-ids "${mujoco[@]:3}" Humanoid-v4 --command "python ppo_continuous_action.py"
+bench --env-ids Pendulum-v1 --command "python ppo_continuous_action.py --total-timesteps 200000"
+bench --num-seeds 10 --env-ids CartPole-v1 --command "python ppo.py --total-timesteps 100000"
+bench --num-seeds 10 --env-ids Acrobot-v1 MountainCar-v0 --command "python ppo.py"
+
+# CleanRL's own settings, where this project's defaults differ
+discrete="--learning-rate 2.5e-4 --update-epochs 4"
+continuous="--log-std-init 0 --no-scale-actions --clip-vloss"
+bench --variant cleanrl --env-ids CartPole-v1 \
+  --command "python ppo.py --total-timesteps 100000 $discrete"
+bench --variant cleanrl --env-ids Acrobot-v1 --command "python ppo.py $discrete"
+bench --variant cleanrl --num-seeds 3 --env-ids "${mujoco[@]}" \
+  --command "python ppo_continuous_action.py $continuous"
+bench --variant cleanrl --num-seeds 1 --env-ids Humanoid-v4 \
+  --command "python ppo_continuous_action.py $continuous"
+
+# Humanoid to 10M: 64 environments and ten times the learning rate, as CleanRL's maintainer advises
+# (its issue 215); the other three are ours, not tuned
+large="--num-envs 64 --num-steps 64 --num-minibatches 4 --update-epochs 2 --learning-rate 2.95e-3"
+bench --variant 10M-64envs --num-seeds 2 --env-ids Humanoid-v4 \
+  --command "python ppo_continuous_action.py --total-timesteps 10000000 $large"
+
+python -m benchmark.published

@@ -1,0 +1,45 @@
+"""The policies that the repository carries play as well as their table says."""
+
+import importlib
+
+import numpy as np
+import pytest
+import torch
+
+from benchmark.published.policies import POLICIES, smaller
+
+ROWS = [
+    [cell.strip(" `") for cell in line.strip("|\n ").split("|")]
+    for line in (POLICIES / "README.md").read_text().splitlines()
+    if line.startswith("| ") and "`" in line
+]
+
+
+def test_every_folder_is_in_the_table():
+    assert sorted(row[0] for row in ROWS) == sorted(
+        p.name for p in POLICIES.iterdir() if p.is_dir()
+    )
+    assert {"HalfCheetah-v4", "Walker2d-v4", "Hopper-v4", "Ant-v4", "CartPole-v1"} <= {
+        row[0] for row in ROWS
+    }
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_it_plays(row, capsys):
+    env_id, script, *_, score = row
+    mean = float(score.split()[0].replace(",", ""))
+    module = importlib.import_module(script.removesuffix(".py"))
+    folder = POLICIES / env_id
+    assert sum(path.stat().st_size for path in folder.glob("*.pt")) < 1_000_000
+    flags = ["--evaluate", str(folder), "--eval-episodes", "2", "--no-cuda"]
+    returns = module.evaluate(module.parse_args(flags))
+    # another processor rounds otherwise, and episodes differ: most of the score, not its digits
+    assert np.mean(returns) > 0.7 * mean > 0
+
+
+def test_what_is_left_out():
+    x = torch.randn(300, 200)
+    zeros = smaller("critic.0.weight", x)
+    assert zeros.shape == x.shape and not zeros.any() and zeros.untyped_storage().nbytes() == 4
+    assert smaller("actor.0.weight", x).dtype == torch.float16
+    assert torch.equal(smaller("actor.0.weight", x[:9]), x[:9])
