@@ -16,25 +16,33 @@ LINES = {
     "ppo_kl_adaptive": 803,
     "ppo_atari_multigpu": 719,
     "ppo_atari_lstm": 600,
+    "ppo_procgen": 600,
 }
 EVERY = pytest.mark.parametrize("script", LINES)
 
 # Functions and classes whose text is not the others' in these scripts, on purpose. All else of one
 # name is one text in all scripts that have it.
 CMA, KL, ATARI, LSTM = "ppo_cma", "ppo_kl_adaptive", "ppo_atari_multigpu", "ppo_atari_lstm"
+PROCGEN = "ppo_procgen"
 OWN = {
     **dict.fromkeys(["Args", "Agent", "Episodes", "make_env", "rollout", "update", "train"], LINES),
-    "parse_args": {KL, ATARI, LSTM},  # an environment without a flag; restarts; no modules
-    "Envs": {LSTM},  # one frame; which rows are an episode's first
+    "parse_args": {KL, ATARI, LSTM, PROCGEN},  # an environment without a flag; restarts; no modules
+    "Envs": {LSTM, PROCGEN},  # one frame; which rows are an episode's first; levels
     "mlp": {KL},
     "make_envs": {KL},
-    "Rollout": {KL, ATARI, LSTM},  # whole episodes; values of the policy that acted; a state
-    "Batch": {ATARI, LSTM},
+    "Rollout": {
+        KL,
+        ATARI,
+        LSTM,
+        PROCGEN,
+    },  # whole episodes; values of the policy that acted; a state
+    "Batch": {ATARI, LSTM, PROCGEN},
     "ppo_loss": {CMA, ATARI, LSTM},  # without a value; a share of several processes; a state
     "flat_adam": {ATARI},  # torch's Adam
-    "save": {CMA, KL, ATARI, LSTM},
-    "load": {CMA, ATARI, LSTM},
-    "evaluate": {CMA, KL, ATARI, LSTM},
+    "save": {CMA, KL, ATARI, LSTM, PROCGEN},
+    "load": {CMA, ATARI, LSTM, PROCGEN},
+    "scale_rewards": {PROCGEN},  # its moments are one tensor
+    "evaluate": {CMA, KL, ATARI, LSTM, PROCGEN},
     "compile_networks": {CMA, KL},
     "Run": {ATARI},  # of rank 0
     "fail": {ATARI},
@@ -124,6 +132,8 @@ DETAILS = {  # of the 37 of Huang et al. 2022; the rest are for recurrent networ
     "ppo_atari_lstm": [f"detail {n}" for n in range(1, 13)]
     + [f"Atari detail {n}" for n in range(1, 10) if n != 7]  # no stack of frames
     + [f"LSTM detail {n}" for n in range(1, 6)],
+    "ppo_procgen": [f"detail {n}" for n in range(1, 13)]
+    + ["continuous detail 8", "continuous detail 9"],
 }
 
 

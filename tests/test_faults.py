@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch._dynamo  # so does an optimizer of torch's: once here, not in each copy
 from program import (
-    Toy,
     assert_same,
     content,
     in_a_fork,
     rows,
     scalars,
     status,
+    toy,
     train_until_killed,
     write_checkpoint,
 )
@@ -39,11 +39,11 @@ SETTINGS = {
     ),
     "ppo_kl_adaptive": ("--env-id CartPole-v1 -b 4 --update-epochs 2 --value-epochs 2 -m 4", 130),
 }
-ATARI = "ppo_atari_multigpu", "ppo_atari_lstm"  # after a resume their games are new ones
-for script in ATARI:
+ENVPOOL = "ppo_atari_multigpu", "ppo_atari_lstm", "ppo_procgen"  # after a resume games are new ones
+for script in ENVPOOL:
     SETTINGS[script] = (
         "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1 "
-        "--env-threads 1",
+        "--env-threads 1" + " --num-levels 2 --eval-episodes 2" * (script == "ppo_procgen"),
         32,
     )
 EVERY = pytest.mark.parametrize("script", SETTINGS)
@@ -52,7 +52,7 @@ N = 6  # iterations of a run
 
 @pytest.fixture(autouse=True)
 def toys(monkeypatch):
-    monkeypatch.setattr(envpool, "make", Toy)
+    monkeypatch.setattr(envpool, "make", toy)
     monkeypatch.setattr(ppo_cma, "pretrain_policy", lambda agent: None)  # which takes 4 s
 
 
@@ -90,7 +90,7 @@ def assert_same_run(script: str, folder: Path, other: Path):
 def undisturbed(script: str, argv: list[str], resumed: list[int]) -> Path:
     """A run that was never killed; one of Atari was stopped where the other was resumed."""
     folder, done = Path(argv[-1]), 0
-    for stop in sorted({*resumed} - {0}) if script in ATARI else []:
+    for stop in sorted({*resumed} - {0}) if script in ENVPOOL else []:
         assert train_until_killed(script, "rollout", stop - done, argv, signal.SIGTERM) == 143
         argv, done = go_on(folder), stop
     train(script, argv)
@@ -262,7 +262,7 @@ def test_no_code_in_a_checkpoint_runs(script, runs, refused, tmp_path):
         assert not mark.exists()
 
 
-@pytest.mark.parametrize("script", sorted(SETTINGS.keys() - set(ATARI)))
+@pytest.mark.parametrize("script", sorted(SETTINGS.keys() - set(ENVPOOL)))
 def test_a_module_that_only_a_checkpoint_names_is_not_imported(script, runs, capfd, tmp_path):
     module, good = importlib.import_module(script), load(script, runs(script))
     args = vars(good["args"]) | {"env_id": "no_such_module:Env-v0"}

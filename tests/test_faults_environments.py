@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from program import Toy, assert_same, rows, scalars, status, train_until_killed
+from program import assert_same, rows, scalars, status, toy, train_until_killed
 
 import ppo
 import ppo_cma
@@ -66,12 +66,13 @@ SETUPS = {
         "--num-envs 2 -b 8 --update-epochs 2 --value-epochs 6 -m 2 --total-timesteps 800"
     ),
     **dict.fromkeys(
-        ["ppo_atari_multigpu", "ppo_atari_lstm"],
+        ["ppo_atari_multigpu", "ppo_atari_lstm", "ppo_procgen"],
         "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 2 --num-threads 1 "
         "--env-threads 1 --total-timesteps 320",
     ),
 }
-GYMNASIUM = [setup for setup in SETUPS if "atari" not in setup]
+SETUPS["ppo_procgen"] += " --num-levels 2 --eval-episodes 2"
+GYMNASIUM = [setup for setup in SETUPS if "atari" not in setup and "procgen" not in setup]
 ASYNC = [setup for setup in SETUPS if setup.endswith("async")]
 
 
@@ -88,7 +89,7 @@ def faulty(monkeypatch):
     """Give Faulty-v0 a fault, by default of the 15th episode of the second environment, which is in
     the fourth iteration of every setup."""
     monkeypatch.setattr(ppo_cma, "pretrain_policy", lambda agent: None)  # which takes 4 s
-    monkeypatch.setattr(envpool, "make", Toy)
+    monkeypatch.setattr(envpool, "make", toy)
 
     def give(setup: str, fault: str, seed: int | None = ppo.episode_seed(1, 1, 14)):
         discrete = setup.startswith("ppo ") or setup == "ppo"

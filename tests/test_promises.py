@@ -16,7 +16,18 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from program import ROOT, Clockwork, Toy, in_a_fork, installed, run, scalars, write_checkpoint
+from program import (
+    ROOT,
+    Clockwork,
+    Levels,
+    Toy,
+    in_a_fork,
+    installed,
+    run,
+    scalars,
+    toy,
+    write_checkpoint,
+)  # fmt: skip
 
 import ppo
 import ppo_atari_lstm
@@ -24,6 +35,7 @@ import ppo_atari_multigpu
 import ppo_cma
 import ppo_continuous_action
 import ppo_kl_adaptive
+import ppo_procgen
 
 SPACES = {
     "Box": gym.spaces.Box(-1, 1, (1,)),
@@ -48,15 +60,19 @@ SMALL = {
         "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1 "
         "--env-threads 1",
     ),
+    ppo_procgen: (
+        "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1 "
+        "--env-threads 1 --num-levels 2 --eval-interval 1 --eval-episodes 2"
+    ),
 }
-STEPS = dict(zip(SMALL, (44, 44, 40, 40, 32, 32), strict=True))  # of an iteration
+STEPS = dict(zip(SMALL, (44, 44, 40, 40, 32, 32, 32), strict=True))  # of an iteration
 ALL = pytest.mark.parametrize("script", SMALL, ids=lambda module: module.__name__)
-GYMNASIUM = [script for script in SMALL if "atari" not in script.__name__]
+GYMNASIUM = [ppo, ppo_continuous_action, ppo_cma, ppo_kl_adaptive]
 
 
 @pytest.fixture(autouse=True)
 def toys(monkeypatch):
-    monkeypatch.setattr(envpool, "make", Toy)
+    monkeypatch.setattr(envpool, "make", toy)
     monkeypatch.setattr(ppo_cma, "pretrain_policy", lambda agent: None)  # which takes 4 s
 
 
@@ -75,7 +91,7 @@ def place(tmp_path_factory):
         if script not in made:
             folder = made[script] = tmp_path_factory.mktemp(script.__name__)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(envpool, "make", Toy)
+                patch.setattr(envpool, "make", toy)
                 patch.setattr(ppo_cma, "pretrain_policy", lambda agent: None)
                 more = f"--total-timesteps {2 * STEPS[script]}"
                 start(script, f"{more} --run-dir {folder / 'run'}")
@@ -165,6 +181,12 @@ ITS_OWN = {
         ("--env-id CartPole-v1", "--env-id CartPole-v1: EnvPool has no such Atari game"),
         ("--backend mpl", "mpl"),
     ],
+    ppo_procgen: [
+        *CLIPPED,
+        ("--num-minibatches 9", "--minibatch-size 3: not in 4 ..."),
+        ("--num-levels -1", "--num-levels -1: not in 0 ..."),
+        ("--env-id CartPole-v1", "--env-id CartPole-v1: EnvPool has no such Procgen game"),
+    ],
     ppo_atari_lstm: [
         *CLIPPED,
         ("--num-minibatches 9", "--num-minibatches 9: not in 1 ... 4"),
@@ -251,8 +273,11 @@ def test_a_saved_policy_is_complete(script, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     start(script, f"--save-model --total-timesteps {2 * STEPS[script]} --run-dir {folder}")
     agent, args = script.load(folder)
-    envs = gym.make(args.env_id) if script in GYMNASIUM else None
-    if not envs:
+    if script in GYMNASIUM:
+        envs = gym.make(args.env_id)
+    elif script is ppo_procgen:
+        envs = Levels
+    else:
         envs = Toy("", num_envs=1, seed=[1], stack_num=1 if script is ppo_atari_lstm else 4)
     other = script.Agent(envs, script.replace(args, seed=7))
     other.load_state_dict(torch.load(folder / f"{args.exp_name}.cleanrl_model", weights_only=True))
@@ -306,7 +331,7 @@ LONG = [
     *(pytest.param(script, 2000, 1, marks=pytest.mark.slow) for script in GYMNASIUM),
     *(
         pytest.param(script, 200, 200, marks=pytest.mark.slow)
-        for script in (ppo_atari_multigpu, ppo_atari_lstm)
+        for script in (ppo_atari_multigpu, ppo_atari_lstm, ppo_procgen)
     ),
 ]
 

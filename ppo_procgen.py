@@ -1,0 +1,600 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.7,<2.14", "gymnasium>=1.1,<2", "envpool>=1.2", "numpy", "tensorboard",
+#                 "PyQt5-Qt5; platform_machine == 'x86_64'", "tqdm", "tyro>=1.0.17"]
+# ///
+"""PPO, clipped, for Procgen from pixels, with IMPALA's network, in one file.
+
+Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huang et al. 2022 ("The
+37 implementation details of PPO"), each marked where it is. Procgen (Cobbe et al. 2020) makes each
+level from a number: train on some, play others, and see what was learned. Every iteration:
+
+    1. take T steps in each of N environments (EnvPool's), with rewards scaled by their returns
+    2. A = GAE(lambda): a time limit bootstraps from the value of the true last observation, a
+       termination does not, and the row after an episode's end (autoreset's) is never learned from
+    3. for K epochs, for each minibatch, with A normalised in it and r = pi(a | s) / pi_old(a | s):
+           minimise  -E[ min(r A, clip(r, 1 - eps, 1 + eps) A) ] + c_v E[ (V - R)^2 ] / 2 - c_e H
+
+    python ppo_procgen.py --env-id StarpilotEasy-v0 --num-levels 200    # train on levels 0 to 199
+    python ppo_procgen.py --resume runs/RUN                             # go on, in new games
+    python ppo_procgen.py --evaluate runs/RUN                           # play those levels, and all
+
+CleanRL's reaches 31 on starpilot after 25M steps on all levels; its flags, defaults and tags.
+Without a system Qt 5: pip install PyQt5-Qt5. Left out on purpose: recurrence, other environments.
+"""
+
+import ctypes
+import importlib.util
+import json
+import math
+import os
+import shlex
+import signal
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from gymnasium.utils.save_video import save_video
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem  # the experiment's name, part of the run's
+    seed: int = 1  # of everything: network, actions, minibatches and environments
+    torch_deterministic: bool = True  # torch.backends.cudnn.deterministic
+    cuda: bool = True  # use a GPU if there is one
+    num_threads: int = 0  # CPU threads of torch; 0: as many as there are cores
+    env_threads: int = 0  # CPU threads of the environments; 0: the same
+    channels_last: bool = True  # convolutions in channels-last order: same results to rounding
+    bf16: bool = False  # convolutions and hidden layer in bfloat16: faster if the hardware has it
+    compile: bool = False  # compile the network, if there is a compiler: same results to rounding
+    track: bool = False  # also log to Weights and Biases
+    wandb_project_name: str = "ppo"  # its project
+    wandb_entity: str | None = None  # its entity (team)
+    capture_video: bool = False  # record the evaluation, after training or with --evaluate
+    save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
+    run_dir: Path | None = None  # default runs/{env_id}__{exp_name}__{seed}__{time}
+    resume: Path | None = None  # go on with the run in this folder, with its own arguments
+    evaluate: Path | None = None  # play the run in this folder, on its levels and on all, and exit
+    eval_episodes: int = 100  # episodes of an evaluation, on its levels and on all
+    eval_sample: bool = False  # --evaluate draws actions, as in training; if not, it plays greedily
+    eval_interval: int = 20  # with --num-levels, iterations between plays on all levels, sampled
+    checkpoint_interval: int = 20  # iterations between checkpoints
+
+    # Algorithm
+    env_id: str = "StarpilotEasy-v0"  # or starpilot, the same; StarpilotHard-v0: harder levels
+    num_levels: int = 0  # levels trained on; 0: all, about 2^31
+    start_level: int = 0  # the first of them, if not all
+    total_timesteps: int = 25_000_000  # steps in all environments, rounded down to iterations
+    learning_rate: float = 5e-4  # Adam's, in the first iteration
+    num_envs: int = 64  # environments played side by side
+    num_steps: int = 256  # steps in each environment per iteration
+    anneal_lr: bool = False  # lower the learning rate linearly
+    gamma: float = 0.999  # discount factor
+    gae_lambda: float = 0.95  # lambda of the generalized advantage estimate
+    num_minibatches: int = 8  # minibatches per epoch
+    update_epochs: int = 3  # passes over an iteration's samples
+    norm_adv: bool = True  # normalize advantages within each minibatch
+    clip_coef: float = 0.2  # epsilon of the clipped surrogate
+    clip_vloss: bool = True  # clip the change of the value, too
+    ent_coef: float = 0.01  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # largest norm of the gradient over all parameters
+    target_kl: float | None = None  # no further epoch once the mean approx_kl of one exceeds it
+    batch_size: int = 0  # computed: num_envs * num_steps
+    minibatch_size: int = 0  # computed: batch_size // num_minibatches
+    num_iterations: int = 0  # computed: total_timesteps // batch_size
+
+    def __post_init__(self):
+        """Compute what is computed; a ValueError, which tyro shows, for what can't be meant."""
+        self.batch_size = self.num_envs * self.num_steps
+        self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
+        self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
+        low = {"minibatch_size": 4, "seed": 0, "num_threads": 0, "env_threads": 0}
+        low |= {"num_levels": 0, "start_level": 0}
+        high = {"gamma": 1, "gae_lambda": 1, "num_levels": 10**9, "start_level": 10**9}
+        for name, value in vars(self).items():
+            least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
+            if type(value) in (int, float) and not least <= value <= most:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
+        if Path(self.exp_name).name != self.exp_name:
+            raise ValueError(f"--exp-name {self.exp_name}: a path, not a name")
+        if self.resume and (self.run_dir or self.evaluate):
+            raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
+
+    def given(resume: Path | None = None, evaluate: Path | None = None):
+        return resume or evaluate
+
+    folder, _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
+    saved = load_checkpoint(folder)["args"] if folder else Args()
+    args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
+    if args.resume and (args.env_id, args.num_envs) != (saved.env_id, saved.num_envs):
+        fail(f"{args.resume} goes on with its {saved.num_envs} environments of {saved.env_id}")
+    for package in ["moviepy"] * args.capture_video + ["wandb"] * args.track + ["envpool"]:
+        if importlib.util.find_spec(package) is None:
+            fail(f"{package} is not installed: pip install {package}")
+    return args
+
+
+def fail(message: str):
+    """One line on standard error, exit code 2."""
+    print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+# --- environments ---------------------------------------------------------------------------------
+def episode_seed(*key: int) -> int:
+    """The reset seed of an episode from (seed, environment, episode): no two runs share one."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0])
+
+
+def make_games(env_id: str, **more):
+    """EnvPool's games, drawn by the system's Qt 5 or else by that of the package PyQt5-Qt5."""
+    import envpool
+
+    name = env_id if "-" in env_id else f"{env_id.capitalize()}Easy-v0"  # CleanRL's ids
+    if envpool.registration.registry.specs.get(name, [None])[0] != "envpool.procgen":
+        fail(f"--env-id {env_id}: EnvPool has no such Procgen game (ids are as StarpilotEasy-v0)")
+    try:
+        return envpool.make(name, env_type="gymnasium", **more)
+    except ImportError:  # no Qt, which EnvPool remembers until its module is forgotten
+        sys.modules.pop("envpool.procgen", None)
+    try:
+        for folder in getattr(importlib.util.find_spec("PyQt5"), "submodule_search_locations", ()):
+            ctypes.CDLL(f"{folder}/Qt5/lib/libQt5Gui.so.5", mode=ctypes.RTLD_GLOBAL)
+        return envpool.make(name, env_type="gymnasium", **more)
+    except (ImportError, OSError) as error:
+        fail(f"{error} (or, without root: pip install PyQt5-Qt5)")
+
+
+class Envs:
+    """Procgen's games by EnvPool, each on a level drawn from `num_levels`, and the scores so far.
+
+    Autoreset is "next step": the step that ends an episode returns its true last observation; the
+    next one ignores its action and returns a new episode's first observation with reward 0.
+    Games can't be saved: a run resumed at iteration `start` plays new ones, with other seeds.
+    """
+
+    def __init__(self, args: Args, n: int, start: int = 0):
+        seeds = [episode_seed(args.seed, i, start) % 2**31 for i in range(n)]
+        threads = min(args.env_threads or torch.get_num_threads(), n)
+        more = {"num_levels": args.num_levels, "start_level": args.start_level, "seed": seeds}
+        self.vector = make_games(args.env_id, num_envs=n, num_threads=threads, **more)
+        self.obs = self.vector.reset()[0]  # [N, 3, 64, 64], bytes
+        self.over = np.zeros(n, bool)  # [N], the last step ended an episode
+        self.scores, self.lengths, self.discounted = np.zeros((3, n))  # [N], of the episode so far
+
+    def step(self, actions: np.ndarray):
+        """Take actions [N]: rewards, terminated, truncated [N]."""
+        self.scores[self.over] = self.lengths[self.over] = 0
+        self.lengths += ~self.over
+        self.obs, rewards, terminated, truncated, _ = self.vector.step(actions)
+        self.over = terminated | truncated
+        self.scores += rewards
+        return rewards, terminated, truncated
+
+
+# --- agent ----------------------------------------------------------------------------------------
+class Residual(nn.Sequential):
+    """x + f(x) (He et al. 2016)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+class Agent(nn.Module):
+    """Policy and value function on IMPALA's network, without its LSTM (Espeholt et al. 2018).
+
+    `envs` is anything with gymnasium's action_space (Discrete), single or vectorised; observations
+    are 3 x 64 x 64 bytes, scaled to 0 ... 1 here.
+    """
+
+    def __init__(self, envs, args: Args | None = None):
+        super().__init__()
+        self.args = args or Args()
+        actions = int(getattr(envs, "single_action_space", envs.action_space).n)
+        layers = []
+        for inputs, size in ((3, 16), (16, 32), (32, 32)):  # channels; 64 x 64 pixels become 8 x 8
+            conv = [nn.Conv2d(k, size, 3, padding=1) for k in (inputs, size, size, size, size)]
+            layers += [conv[0], nn.MaxPool2d(3, stride=2, padding=1)]
+            layers += [Residual(nn.ReLU(), a, nn.ReLU(), b) for a, b in (conv[1:3], conv[3:])]
+        layers += [nn.Flatten(), nn.ReLU(), nn.Linear(32 * 8 * 8, 256), nn.ReLU()]
+        self.network = nn.Sequential(*layers)  # with torch's own initial weights
+        self.actor, self.critic = nn.Linear(256, actions), nn.Linear(256, 1)
+        for head, gain in ((self.actor, 0.01), (self.critic, 1.0)):  # (detail 2)
+            nn.init.orthogonal_(head.weight, gain)
+            nn.init.zeros_(head.bias)
+        # of discounted returns, for scaling rewards: number, sum and sum of squares
+        self.register_buffer("return_sums", torch.zeros(3, dtype=torch.float64))
+
+    def policy(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of the actions [B, A] and V [B] at observations [B, 3, 64, 64]."""
+        order = torch.channels_last if self.args.channels_last else torch.contiguous_format
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float32
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.args.bf16):
+            hidden = self.network(obs.to(dtype, memory_format=order) / 255.0).float()
+        return self.actor(hidden).log_softmax(dim=-1), self.critic(hidden).squeeze(-1)
+
+    def get_value(self, obs: torch.Tensor) -> torch.Tensor:
+        """V [B] at observations [B, 3, 64, 64]."""
+        return self.policy(obs)[1]
+
+    def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor | None = None):
+        """Action [B] (sampled unless given), log-probability, entropy, V [B] at [B, 3, 64, 64]."""
+        logprobs, value = self.policy(obs)
+        if action is None:
+            action = torch.distributions.Categorical(logits=logprobs).sample()
+        logprob = logprobs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+        return action, logprob, -(logprobs.exp() * logprobs).sum(dim=-1), value
+
+    forward = get_action_and_value
+
+    @torch.no_grad()
+    def act(self, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
+        """Greedy actions [N] at bytes [N, 3, 64, 64] or, given Gumbel noise [N, A], samples."""
+        policy, _ = self.policy(torch.as_tensor(obs, device=self.actor.bias.device))
+        return (policy.cpu().numpy() + np.float32(0 if noise is None else noise)).argmax(axis=-1)
+
+
+# --- algorithm ------------------------------------------------------------------------------------
+def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float) -> np.ndarray:
+    """Generalized advantage estimate (Schulman et al. 2016, eq. 16), numpy arrays over time.
+
+    rewards, terminated, truncated [T, ...]; values [T + 1, ...]; advantages [T, ...].
+    """
+    deltas = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
+    ended = np.logical_or(terminated, truncated)
+    advantages = np.zeros_like(deltas)
+    advantage = np.zeros_like(deltas[0])
+    for t in reversed(range(len(deltas))):
+        advantage = deltas[t] + np.where(ended[t], 0.0, gamma * gae_lambda * advantage)
+        advantages[t] = advantage
+    return advantages
+
+
+class Rollout(NamedTuple):
+    obs: torch.Tensor  # [T, N, 3, 64, 64], bytes
+    actions: torch.Tensor  # [T, N]
+    logprobs: torch.Tensor  # [T, N], of the policy that acted
+    values: torch.Tensor  # [T + 1, N]
+    rewards: np.ndarray  # [T, N], scaled
+    terminated: np.ndarray  # [T, N]
+    truncated: np.ndarray  # [T, N]
+    valid: np.ndarray  # [T, N], False in the row after an episode's end: there its action was
+    # ignored and the reward is none, but its observation is the episode's true last one
+
+
+class Batch(NamedTuple):
+    obs: torch.Tensor  # [B, 3, 64, 64], bytes
+    actions: torch.Tensor  # [B]
+    logprobs: torch.Tensor  # [B], of the policy that acted
+    advantages: torch.Tensor  # [B]
+    returns: torch.Tensor  # [B]
+    values: torch.Tensor  # [B], before the update
+
+
+def ppo_loss(agent: Agent, parameters: dict[str, torch.Tensor], batch: Batch, args: Args):
+    """The clipped objective (Schulman et al. 2017, eq. 9), and what is logged of it."""
+    given = batch.obs, batch.actions
+    _, logprob, entropy, value = torch.func.functional_call(agent, parameters, given)
+    logratio = logprob - batch.logprobs
+    ratio = logratio.exp()
+
+    advantages = batch.advantages  # normalized per minibatch (detail 7)
+    if args.norm_adv:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    # clipped surrogate (detail 8)
+    clipped = ratio.clamp(1.0 - args.clip_coef, 1.0 + args.clip_coef)
+    policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
+
+    error = (value - batch.returns).square()
+    if args.clip_vloss:  # value clipping (detail 9)
+        near = batch.values + (value - batch.values).clamp(-args.clip_coef, args.clip_coef)
+        error = torch.max(error, (near - batch.returns).square())
+    value_loss = 0.5 * error.mean()
+
+    entropy = entropy.mean()  # whose bonus encourages exploration (detail 10)
+    loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
+    # debug variables (detail 12); approx_kl is Schulman's estimator k3
+    metrics = {"value_loss": value_loss, "policy_loss": policy_loss, "entropy": entropy}
+    metrics |= {"old_approx_kl": -logratio.mean(), "approx_kl": (ratio - 1.0 - logratio).mean()}
+    return loss, metrics | {"clipfrac": ((ratio - 1.0).abs() > args.clip_coef).float().mean()}
+
+
+def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, args: Args):
+    """One iteration of learning from a rollout; returns the metrics, averaged over minibatches."""
+    numbers = data.rewards, data.values.cpu().double().numpy(), data.terminated, data.truncated
+    advantages = gae(*numbers, args.gamma, args.gae_lambda)  # detail 5
+    advantages, values = torch.tensor(advantages).to(data.values), data.values[:-1]
+    fields = data.obs, data.actions, data.logprobs, advantages, advantages + values, values
+    batch = Batch(*(x.flatten(0, 1) for x in fields))  # B = T * N
+
+    rows, steps = np.flatnonzero(data.valid), []  # what is learned from; metrics of each step
+    rng = np.random.default_rng((args.seed, iteration, 1))
+    agent.adam.param_groups[0]["lr"] = learning_rate
+    for _ in range(args.update_epochs):
+        order = torch.as_tensor(rng.permutation(rows), device=values.device)
+        # every sample once an epoch, in minibatches of nearly equal size (detail 6)
+        for minibatch in order.tensor_split(args.num_minibatches):
+            minibatch = Batch(*(x[minibatch] for x in batch))
+            loss, metrics = ppo_loss(agent, dict(agent.named_parameters()), minibatch, args)
+            agent.adam.zero_grad()
+            loss.backward()
+            # over all parameters (detail 11)
+            metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            agent.adam.step()
+            steps.append(torch.stack([*metrics.values()]).detach())
+        approx_kl = torch.stack(steps[-args.num_minibatches :])[:, [*metrics].index("approx_kl")]
+        if args.target_kl is not None and approx_kl.mean() > args.target_kl:
+            break
+    means = torch.stack(steps).mean(dim=0).tolist()
+    residual, targets = (batch.returns - batch.values)[rows], batch.returns[rows]
+    unexplained = residual.var(correction=0) / targets.var(correction=0).clamp(min=1e-12)
+    metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
+    metrics["losses/explained_variance"] = 1.0 - unexplained.item()
+    return metrics
+
+
+# --- rollout --------------------------------------------------------------------------------------
+@torch.no_grad()
+def rollout(agent: Agent, envs: Envs, run: "Run", args: Args) -> Rollout:
+    """Take `num_steps` steps in every environment, going on where the last ended (detail 1)."""
+    T, N, device = args.num_steps, args.num_envs, agent.actor.bias.device
+    obs = torch.empty((T, *envs.obs.shape), dtype=torch.uint8, device=device)
+    rewards, (terminated, truncated, valid) = np.zeros((T, N)), np.zeros((3, T, N), bool)
+    logprobs, actions, values = [], [], []
+    # Gumbel noise, whose argmax is a sample of the policy
+    rng = np.random.default_rng((args.seed, run.iteration, 0))
+    noise = torch.tensor(rng.gumbel(size=(T, N, len(agent.actor.bias)))).float().to(device)
+    for t in range(T):
+        obs[t], valid[t] = torch.as_tensor(envs.obs), ~envs.over
+        policy, value = agent.policy(obs[t])
+        action = (policy + noise[t]).argmax(dim=-1)
+        logprobs.append(policy.gather(-1, action.unsqueeze(-1)).squeeze(-1))
+        actions.append(action)
+        values.append(value)
+        rewards[t], terminated[t], truncated[t] = envs.step(action.cpu().numpy())
+        run.global_step += int(valid[t].sum())
+        for i in np.flatnonzero(envs.over):
+            run.log_episode(run.global_step, envs.scores[i], int(envs.lengths[i]))
+    values.append(agent.get_value(torch.as_tensor(envs.obs, device=device)))
+    actions, logprobs, values = (torch.stack(x) for x in (actions, logprobs, values))
+    data = Rollout(obs, actions, logprobs, values, rewards, terminated, truncated, valid)
+    return data._replace(rewards=scale_rewards(agent, envs, data, args.gamma))
+
+
+def scale_rewards(agent: Agent, envs: Envs, data: Rollout, gamma: float) -> np.ndarray:
+    """Rewards [T, N] over the deviation of the discounted returns so far, clipped to +-10
+    (continuous details 8, 9)."""
+    discounted, going = np.zeros_like(data.rewards), 1.0 - (data.terminated | data.truncated)
+    for t, reward in enumerate(data.rewards):
+        discounted[t] = gamma * envs.discounted + reward
+        envs.discounted = discounted[t] * going[t]
+    seen = discounted[data.valid]
+    sums = np.array([len(seen), seen.sum(), np.square(seen).sum()])
+    agent.return_sums += torch.as_tensor(sums).to(agent.return_sums)
+    _, mean, square = (agent.return_sums / agent.return_sums[0]).tolist()
+    return np.clip(data.rewards / math.sqrt(square - mean**2 + 1e-8), -10.0, 10.0)
+
+
+# --- run folder, checkpoints, evaluation ----------------------------------------------------------
+class Run:
+    """A run's folder, its logs and its counters."""
+
+    def __init__(self, args: Args, checkpoint: dict):
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        self.folder = args.resume or args.run_dir or Path("runs") / name
+        if not args.resume and (self.folder / "checkpoint.pt").exists():
+            fail(f"a run is there: --resume {self.folder} goes on with it")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fail(f"{self.folder}: {error.strerror}")
+        if args.track:
+            import wandb  # before the writer, which it follows
+
+            more = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **more)
+        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
+        self.global_step = checkpoint.get("global_step", 0)
+        self.iteration = checkpoint.get("iteration", 0)
+        self.start = time.monotonic() - checkpoint.get("seconds", 0.0)
+        # what was logged after the checkpoint goes: it will be logged again
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
+        self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
+        self.csv.truncate(self.csv.seek(min(checkpoint.get("csv_size", 0), self.csv.tell())))
+        if self.csv.tell() == 0:
+            self.csv.write("global_step,seconds,return,length\n")
+        more = {"unit": "step", "unit_scale": True, "disable": None, "leave": False}
+        self.bar = tqdm(total=args.total_timesteps, initial=self.global_step, **more)
+        self.write_json("running")
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.start
+
+    def log_episode(self, step: int, episodic_return: float, length: int):
+        self.csv.write(f"{step},{self.seconds():.2f},{episodic_return},{length}\n")
+        self.writer.add_scalar("charts/episodic_return", episodic_return, step)
+        self.writer.add_scalar("charts/episodic_length", length, step)
+        self.bar.write(f"global_step={step}, episodic_return={episodic_return:.4f}")
+
+    def log(self, metrics: dict[str, float]):
+        """Log an iteration."""
+        self.iteration += 1
+        self.bar.update(self.global_step - self.bar.n)
+        metrics["charts/SPS"] = int(self.global_step / self.seconds())
+        for tag, value in metrics.items():
+            self.writer.add_scalar(tag, value, self.global_step)
+
+    def write_json(self, status: str, final_return: float | None = None):
+        versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
+        content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
+        content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
+        content |= {"wall_seconds": round(self.seconds(), 2), "final_return": final_return}
+        (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
+
+    def close(self, status: str) -> float:
+        """Close the logs; the mean return of the last 100 training episodes."""
+        for log in (self.bar, self.writer, self.csv):
+            log.close()
+        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
+        returns = [float(row.split(",")[2]) for row in rows[-100:]]
+        self.write_json(status, np.mean(returns) if returns else None)
+        return np.mean(returns) if returns else math.nan
+
+
+def save(run: Run, agent: Agent):
+    """Everything needed to continue, whole or not at all: written aside, then renamed."""
+    run.writer.flush()
+    content = {"args": vars(run.args), "agent": agent.state_dict(), "iteration": run.iteration}
+    content |= {"optimizer": agent.adam.state_dict(), "global_step": run.global_step}
+    content |= {"seconds": run.seconds(), "csv_size": run.csv.tell()}
+    torch.save(content, run.folder / "checkpoint.pt.tmp")
+    (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
+
+
+def load_checkpoint(folder: Path) -> dict:
+    """What `save` wrote; runs no code, whoever wrote it."""
+    try:
+        content = torch.load(Path(folder) / "checkpoint.pt", map_location="cpu", weights_only=True)
+        return content | {"args": Args(**content["args"])}
+    except Exception as error:  # damage shows in many ways
+        fail(f"{folder}: no checkpoint.pt that can be read: {error!r}")
+
+
+def load(folder: Path, envs=None) -> tuple[Agent, Args]:
+    """The agent saved in a run's folder, for `envs` or a new one of its id, and its arguments."""
+    checkpoint = load_checkpoint(folder)
+    args = checkpoint["args"]
+    agent = Agent(envs or Envs(args, 1).vector, args)
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError as error:
+        fail(f"{folder}: its agent does not fit the environment: {error}")
+    return agent, args
+
+
+def play(agent: Agent, args: Args, num_levels: int, sample: bool, films=()) -> list[float]:
+    """Returns of `eval_episodes` episodes, one in each of as many environments: of more, those that
+    end first would be the short ones. The first of them add their frames to `films`."""
+    seed = episode_seed(args.seed, 2**31)
+    n, rng = args.eval_episodes, np.random.default_rng(seed)
+    envs = Envs(replace(args, seed=seed, num_levels=num_levels), n)
+    returns, actions = np.full(n, np.nan), np.zeros(n, int)
+    while (playing := np.isnan(returns)).any():
+        for i in np.flatnonzero(playing[: len(films)]):
+            films[i].append(envs.obs[i].transpose(1, 2, 0))
+        noise = rng.gumbel(size=(n, len(agent.actor.bias)))
+        actions[playing] = agent.act(envs.obs[playing], noise[playing] if sample else None)
+        envs.step(actions)
+        returns[playing & envs.over] = envs.scores[playing & envs.over]
+    return returns.tolist()
+
+
+def evaluate(args: Args) -> list[float]:
+    """Play `eval_episodes` greedily with the agent saved in `args.evaluate`, on its levels and on
+    all; print each return and, with `capture_video`, record ten of each. Writes nothing else."""
+    torch.set_num_threads(args.num_threads or torch.get_num_threads())
+    (agent, _), how = load(args.evaluate), "sampled" if args.eval_sample else "greedy"
+    plays = {"train": args.num_levels, "eval": 0} if args.num_levels else {"eval": 0}
+    for name, levels in plays.items():
+        films = [[] for _ in range(min(10, args.eval_episodes) * args.capture_video)]
+        returns = play(agent, args, levels, args.eval_sample, films)
+        for episode, episodic_return in enumerate(returns):
+            print(f"{name}_episode={episode}, episodic_return={episodic_return:.2f}", flush=True)
+        for episode, film in enumerate(films):
+            more = {"fps": 15, "episode_index": episode, "save_logger": None, "name_prefix": name}
+            save_video(film, str(args.evaluate / "videos"), lambda _: True, **more)
+        played = f"{how}, {len(returns)} episodes on {levels or 'all'} levels"
+        print(f"{played}: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
+    return returns
+
+
+# --- training -------------------------------------------------------------------------------------
+def compile_policy(agent: Agent) -> str:
+    """Compile the network, for acting and for learning; says what was done."""
+    try:
+        torch.compile(lambda x: x + 1)(agent.actor.bias)
+    except Exception as error:  # whatever a missing or broken compiler raises
+        print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
+        return "eager"
+    agent.policy = torch.compile(agent.policy, fullgraph=True)
+    return "compiled"
+
+
+def train(args: Args) -> Path:
+    """Train, or go on training; returns the run's folder."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(args.num_threads or cores)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    checkpoint = load_checkpoint(args.resume) if args.resume else {}
+    envs = Envs(args, args.num_envs, checkpoint.get("iteration", 0))
+    torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
+    agent = Agent(envs.vector, args).to(device)
+    agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # (detail 3)
+    if args.resume:
+        agent.load_state_dict(checkpoint["agent"])
+        agent.adam.load_state_dict(checkpoint["optimizer"])
+    how = f"{device}, {compile_policy(agent) if args.compile else 'eager'}"
+    run = Run(args, checkpoint)
+    run.bar.write(f"{args.env_id} on {how}, {args.num_iterations} iterations, in {run.folder}")
+    stop, status = [], "failed"
+
+    def handler(number, frame):  # ends training after this iteration; the next signal acts at once
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        os.write(2, b"\nstopping after this iteration\n")
+
+    signals = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)}
+    before = {number: signal.signal(number, handler) for number in signals}
+    try:
+        save(run, agent)
+        while run.iteration < args.num_iterations and not stop:
+            # learning-rate annealing (detail 4)
+            remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
+            learning_rate = remaining * args.learning_rate
+            data = rollout(agent, envs, run, args)
+            metrics = update(agent, data, run.iteration, learning_rate, args)
+            for name, x in ({"rewards": data.rewards} | metrics | agent.state_dict()).items():
+                if not torch.as_tensor(x).isfinite().all():
+                    raise FloatingPointError(f"iteration {run.iteration}: {name} is not finite")
+            if args.num_levels and (run.iteration + 1) % args.eval_interval == 0:
+                metrics["charts/test_return"] = np.mean(play(agent, args, 0, sample=True))
+            run.log(metrics | {"charts/learning_rate": learning_rate})
+            if run.iteration % args.checkpoint_interval == 0:
+                save(run, agent)
+        save(run, agent)
+        status = "running" if run.iteration < args.num_iterations else "finished"
+    finally:
+        final = run.close(status)
+        for number, old in before.items():
+            signal.signal(number, old)
+    script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
+    if status == "running":
+        print(f"go on with: {script} --resume {folder}")
+        raise SystemExit(128 + stop[0])
+    print(f"return {final:.2f} over the last 100 episodes; play: {script} --evaluate {folder}")
+    if args.save_model:
+        torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
+    if args.capture_video:
+        evaluate(replace(run.args, evaluate=run.folder))
+    return run.folder
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    evaluate(args) if args.evaluate else train(args)

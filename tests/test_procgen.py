@@ -1,0 +1,717 @@
+"""ppo_procgen.py: the levels that are asked for, the network, scaled rewards, learning, playing on
+training levels and on all, and the script as a program. Most tests replace EnvPool's games by
+Levels, whose ends and rewards are known; those of real games are skipped where Qt 5 is missing."""
+
+import ctypes
+import hashlib
+import importlib.util
+import itertools
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import envpool
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from program import METRICS, ROOT, Levels, assert_same, installed, rows, run, scalars, status
+
+import ppo_continuous_action
+import ppo_procgen as script
+from ppo_procgen import Args
+
+SMALL = (
+    "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1 "
+    "--env-threads 1 --no-cuda --checkpoint-interval 2 --eval-episodes 6"
+)
+STEPS = 4 * 8  # of an iteration, junk rows included
+
+
+@pytest.fixture
+def levels(monkeypatch):
+    monkeypatch.setattr(envpool, "make", Levels)
+    monkeypatch.setattr(Levels, "made", [])
+    return Levels.made
+
+
+@pytest.fixture
+def games():
+    """EnvPool's own."""
+    try:
+        script.make_games("MazeEasy-v0", num_envs=1)
+    except SystemExit:
+        pytest.skip("EnvPool's Procgen needs Qt 5: pip install PyQt5-Qt5")
+
+
+def parse(flags: str) -> Args:
+    return script.parse_args(flags.split())
+
+
+def small(flags: str = "") -> Args:
+    return parse(f"{SMALL} {flags}")
+
+
+def train(folder: Path, flags: str = "") -> dict:
+    """Train in this process; the final checkpoint."""
+    script.train(small(f"--run-dir {folder} --total-timesteps {3 * STEPS} {flags}"))
+    return script.load_checkpoint(folder)
+
+
+def make_agent(args: Args):
+    torch.manual_seed(args.seed)
+    agent = script.Agent(Levels, args)
+    agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)
+    return agent
+
+
+def vector(agent) -> torch.Tensor:
+    return torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
+
+
+class Log:
+    """What rollout needs of a Run."""
+
+    def __init__(self):
+        self.global_step, self.iteration, self.rows = 0, 0, []
+
+    def log_episode(self, *row):
+        self.rows.append(row)
+
+
+# --- levels ---------------------------------------------------------------------------------------
+
+CHECKSUMS = {  # of seeds 1 and 2 with Qt 5.15: the start, and after 100 steps of action t % 15
+    "starpilot": ("c60edbdcbd1de7d9", "627f2f8c96f0d2ff"),
+    "BossfightEasy-v0": ("2ab087c7bda16a61", "34d6ff73c08c80c2"),
+    "BigfishEasy-v0": ("315759df1afc178c", "0ca6d85e1b72c587"),
+    "MazeEasy-v0": ("aaed4fe5bbdd08df", "dc41c79c924977f3"),
+}
+
+
+def digest(obs: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(obs).tobytes()).hexdigest()[:16]
+
+
+@pytest.mark.usefixtures("games")
+@pytest.mark.parametrize("env_id", CHECKSUMS)
+def test_frames_of_a_real_game(env_id, monkeypatch):
+    monkeypatch.setattr(script, "episode_seed", lambda seed, i, start: i + 1)
+    envs = script.Envs(Args(env_id=env_id), 2)
+    found = [digest(envs.obs)]
+    for t in range(100):
+        envs.step(np.full(2, t % 15))
+    assert (*found, digest(envs.obs)) == CHECKSUMS[env_id]
+
+
+@pytest.mark.usefixtures("games")
+def test_levels_are_those_asked_for(monkeypatch):
+    """By the level that EnvPool says it plays: of 200 all are below 200 and many are seen; of
+    all, none of 64 is. One level always looks as it was measured."""
+    played = {}
+    for asked in ((200, 0), (3, 5), (0, 0)):
+        envs = script.Envs(
+            Args(env_id="LeaperEasy-v0", num_levels=asked[0], start_level=asked[1]), 64
+        )
+        seen, step = set(), envs.vector.step
+
+        def note(actions, step=step, seen=seen):
+            found = step(actions)
+            seen.update(found[4]["level_seed"].tolist())
+            return found
+
+        monkeypatch.setattr(envs.vector, "step", note)
+        for t in range(60):
+            envs.step(np.full(64, t % 15))
+        played[asked] = seen
+    assert played[200, 0] <= set(range(200))
+    assert len(played[200, 0]) > 45
+    assert played[3, 5] == {5, 6, 7}
+    assert min(played[0, 0]) >= 200
+    assert len(played[0, 0]) > 60
+    monkeypatch.setattr(script, "episode_seed", lambda seed, i, start: i + 1)
+    envs = script.Envs(Args(env_id="MazeEasy-v0", num_levels=1), 1)
+    assert (digest(envs.obs), envs.obs.sum()) == ("818e920d706433b3", 1_769_133)
+
+
+@pytest.mark.usefixtures("games")
+def test_rows_of_a_real_game_where_episodes_end():
+    """Autoreset is "next step", in games that end by death and by the time limit of 500 steps."""
+    args, died = Args(env_id="LeaperEasy-v0", num_envs=8), 0
+    envs, last, rng = script.Envs(args, 8), np.zeros(8, bool), np.random.default_rng(0)
+    for t in range(502):
+        before, frames = envs.lengths * ~envs.over, envs.obs
+        # only environments 4 to 7 move
+        actions = np.r_[[4] * 4, rng.integers(0, 15, 4)]
+        rewards, terminated, truncated = envs.step(actions)
+        assert not (terminated & truncated).any()
+        assert (rewards[last] == 0).all()
+        assert not (last & envs.over).any()
+        assert (envs.lengths == before + ~last).all()
+        changed = (envs.obs != frames).mean(axis=(1, 2, 3))
+        assert (changed[last] > 0.1).all()  # another level
+        assert (changed[envs.over] < 0.1).all()  # the true last observation of this one
+        if t == 499:
+            assert truncated[:4].all()  # who stands still lives
+            assert (envs.lengths[:4] == 500).all()
+        elif t < 499:
+            assert not truncated.any()
+        died, last = died + terminated.sum(), envs.over
+    assert died >= 4
+
+
+def test_no_two_environments_of_any_run_or_resume_share_a_seed(levels):
+    for seed, start in itertools.product((1, 2), (0, 5)):
+        script.Envs(small(f"--seed {seed}"), 8, start)
+    seeds = [seed for made in levels for seed in made["seed"]]
+    assert len(seeds) == len(set(seeds)) == 32
+    assert 0 <= min(seeds) <= max(seeds) < 2**31
+
+
+IDS = {"starpilot": "StarpilotEasy-v0", "StarpilotHard-v0": "StarpilotHard-v0"}
+
+
+@pytest.mark.parametrize("env_id", IDS)
+def test_ids_and_levels_as_envpool_gets_them(env_id, levels):
+    flags = f"--env-id {env_id} --num-levels 200 --start-level 7 --env-threads 3"
+    script.Envs(small(flags), 4)
+    (made,) = levels
+    found = {name: made[name] for name in ("name", "num_levels", "start_level", "threads")}
+    assert found == {
+        "name": IDS[env_id], "num_levels": 200, "start_level": 7, "threads": 3
+    }  # fmt: skip
+
+
+def test_qt_of_a_package_is_loaded_and_envpool_tries_again(monkeypatch):
+    tries, loaded = [], []
+
+    def make(name, **more):
+        tries.append((name, "envpool.procgen" in sys.modules))
+        if not loaded:
+            raise ImportError("no Qt")
+        return Levels(name, **more)
+
+    def spec(name):
+        return SimpleNamespace(submodule_search_locations=["/there"]) if name == "PyQt5" else None
+
+    monkeypatch.setitem(sys.modules, "envpool.procgen", "knows of no Qt")
+    monkeypatch.setattr(envpool, "make", make)
+    monkeypatch.setattr(importlib.util, "find_spec", spec)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path, mode: loaded.append((path, mode)))
+    envs = script.Envs(Args(num_envs=2), 2)
+    assert tries == [("StarpilotEasy-v0", True), ("StarpilotEasy-v0", False)]
+    assert loaded == [("/there/Qt5/lib/libQt5Gui.so.5", ctypes.RTLD_GLOBAL)]
+    assert envs.obs.shape == (2, 3, 64, 64)
+
+
+# --- the network ----------------------------------------------------------------------------------
+
+
+def test_network_as_in_cleanrl():
+    torch.manual_seed(0)
+    agent = script.Agent(Levels)
+    assert sum(p.numel() for p in agent.parameters()) == 626_256
+    assert sum(p.numel() for p in agent.network.parameters()) == 622_144
+    for layer, gain in ((agent.actor, 0.01), (agent.critic, 1.0)):
+        singular = torch.linalg.svdvals(layer.weight.detach())
+        torch.testing.assert_close(singular, torch.full_like(singular, gain))
+        assert (layer.bias == 0).all()
+    # torch's own: uniform in +- 1 / sqrt(fan in)
+    convolutions = [m for m in agent.modules() if isinstance(m, torch.nn.Conv2d)]
+    assert len(convolutions) == 15
+    for layer in convolutions:
+        bound = 1 / math.sqrt(layer.weight[0].numel())
+        assert 0.9 * bound < layer.weight.abs().max() <= bound
+    obs = torch.randint(0, 256, (5, 3, 64, 64), dtype=torch.uint8)
+    with torch.no_grad():
+        action, logprob, entropy, value = agent.get_action_and_value(obs)
+        same, again, *_ = agent.get_action_and_value(obs, action)
+        assert torch.equal(agent.get_value(obs), value)
+    assert action.shape == logprob.shape == entropy.shape == value.shape == (5,)
+    assert torch.equal(same, action)
+    assert torch.equal(again, logprob)
+    assert entropy.tolist() == pytest.approx([math.log(15)] * 5, abs=1e-3)
+
+
+def slow_policy(parameters, obs):
+    """The network by its formulas, from its parameters in order: logits and V."""
+    weights = iter(parameters)
+
+    def conv(x):
+        return F.conv2d(x, next(weights), next(weights), padding=1)
+
+    x = obs.float() / 255
+    for size in (32, 16, 8):
+        x = F.max_pool2d(conv(x), kernel_size=3, stride=2, padding=1)
+        assert x.shape[2:] == (size, size)
+        for _ in range(2):
+            x = x + conv(F.relu(conv(F.relu(x))))
+    x = F.relu(F.linear(F.relu(x.flatten(1)), next(weights), next(weights)))
+    logits = F.linear(x, next(weights), next(weights))
+    value = F.linear(x, next(weights), next(weights)).squeeze(-1)
+    assert not [*weights]
+    return logits, value
+
+
+@pytest.mark.parametrize("flags", ["", "--no-channels-last", "--bf16"])
+def test_network_is_its_formula(flags):
+    agent = make_agent(small(flags))
+    obs = torch.randint(0, 256, (6, 3, 64, 64), dtype=torch.uint8)
+    with torch.no_grad():
+        agent.actor.weight.mul_(100)
+        policy, value = agent.policy(obs)
+        logits, wanted = slow_policy(agent.parameters(), obs)
+    near = {"atol": 0.02, "rtol": 0.02} if flags == "--bf16" else {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(policy, logits.log_softmax(dim=-1), **near)
+    torch.testing.assert_close(value, wanted, **near)
+    assert policy.std() > 0.05 > 0.02 * float(value.std())
+    assert (flags == "--bf16") == ((value - wanted).abs().max() > 1e-4)
+
+
+# --- rewards, rollouts ----------------------------------------------------------------------------
+
+
+def ends(T: int, N: int, rng, junk=False):
+    """Random terminated, truncated and valid [T, N]; the first row may be a junk row."""
+    terminated, truncated, valid = np.zeros((3, T, N), bool)
+    for t in range(T):
+        valid[t] = not junk if t == 0 else ~(terminated | truncated)[t - 1]
+        terminated[t], truncated[t] = valid[t] & (rng.random((2, N)) < 0.15)
+        truncated[t] &= ~terminated[t]
+    return terminated, truncated, valid
+
+
+@pytest.mark.parametrize("gamma", [0.999, 0.9])
+def test_rewards_are_scaled_as_by_hand_and_as_in_the_sibling(gamma):
+    rng, seen = np.random.default_rng(0), []
+    agent, envs = script.Agent(Levels), SimpleNamespace(discounted=np.zeros(5))
+    sibling, at = SimpleNamespace(), {"discounted": np.zeros(5)}
+    sibling.return_moments = ppo_continuous_action.RunningMoments()
+    running = [0.0] * 5  # discounted return of each environment's episode
+    ended = np.zeros(5, bool)
+    for k in range(3):
+        terminated, truncated, valid = ends(20, 5, rng)
+        valid[0] = ~ended
+        terminated[0] &= valid[0]
+        truncated[0] &= valid[0]
+        rewards = np.where(valid, rng.exponential(10.0**k, (20, 5)), 0.0)
+        if k == 2:  # one that is clipped
+            rewards[19, np.flatnonzero(valid[19])[0]] = 1e6
+        data = SimpleNamespace(
+            rewards=rewards, terminated=terminated, truncated=truncated, valid=valid
+        )
+        for t, i in np.ndindex(20, 5):
+            if valid[t, i]:
+                running[i] = rewards[t, i] + gamma * running[i]
+                seen.append(running[i])
+            if terminated[t, i] or truncated[t, i]:
+                running[i] = 0.0
+        wanted = np.clip(rewards / np.std(seen), -10, 10)
+        found = script.scale_rewards(agent, envs, data, gamma)
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+        theirs = ppo_continuous_action.scale_rewards(sibling, at, data, gamma)
+        np.testing.assert_allclose(found, theirs, rtol=1e-6)
+        assert (found.max() == 10) == (k == 2)
+        np.testing.assert_allclose(envs.discounted, running)
+        ended = terminated[-1] | truncated[-1]
+    assert agent.state_dict()["return_sums"][0] == len(seen)
+
+
+def test_the_first_rewards_are_scaled_already_and_none_are_none():
+    agent, envs = script.Agent(Levels), SimpleNamespace(discounted=np.zeros(2))
+    no = np.zeros((4, 2), bool)
+    data = SimpleNamespace(rewards=np.zeros((4, 2)), terminated=no, truncated=no, valid=~no)
+    assert (script.scale_rewards(agent, envs, data, 0.999) == 0).all()
+    data.rewards = np.full((4, 2), 50.0)
+    assert 0.1 < script.scale_rewards(agent, envs, data, 0.999).max() < 1.5
+
+
+def test_rows_of_a_rollout_and_its_episodes(levels):
+    args = small("--num-steps 9")
+    envs, agent, log = script.Envs(args, 4), make_agent(args), Log()
+    data = script.rollout(agent, envs, log, args)
+    assert (data.obs.dtype, data.obs.shape) == (torch.uint8, (9, 4, 3, 64, 64))
+    assert data.values.shape == (10, 4)
+    assert data.valid[:, 0].tolist() == [True] * 3 + [False] + [True] * 3 + [False, True]
+    assert data.terminated[:, 0].tolist() == [t in (2, 6) for t in range(9)]
+    wanted = []  # raw returns of episodes of 3, 4, 5 and 3 steps, a junk row after each
+    for i, length in enumerate((3, 4, 5, 3)):
+        for end in range(length - 1, 9, length + 1):
+            wanted.append((end, i, sum(i + t for t in range(1, length + 1)), length))
+    steps = data.valid.sum(axis=1).cumsum()
+    assert log.rows == [(steps[end], score, length) for end, _, score, length in sorted(wanted)]
+    assert log.global_step == data.valid.sum() == 30
+    raw = np.where(data.valid, 0.0, np.nan)  # what Levels paid, over one deviation
+    for i, length in enumerate((3, 4, 5, 3)):
+        raw[:, i] += [i + 1 + t % (length + 1) for t in range(9)]
+    scale = data.rewards[data.valid] / raw[data.valid]
+    assert (data.rewards[~data.valid] == 0).all()
+    assert scale == pytest.approx([scale[0]] * 30)
+    with torch.no_grad():  # of the policy that acted, at the observations stored
+        _, logprob, _, values = agent(data.obs.flatten(0, 1), data.actions.flatten())
+        last = agent.get_value(torch.as_tensor(envs.obs))
+    torch.testing.assert_close(logprob, data.logprobs.flatten())
+    torch.testing.assert_close(values, data.values[:-1].flatten(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(last, data.values[-1], atol=1e-5, rtol=1e-5)
+    assert len(set(data.actions.flatten().tolist())) > 8
+    again = script.rollout(agent, envs, log, args)
+    assert again.valid[0].tolist() == [True, False, True, True]  # from one rollout to the next
+
+
+def test_a_time_limit_bootstraps_and_a_death_does_not(levels, monkeypatch):
+    monkeypatch.setattr(Levels, "limit", 4)  # below the 5 steps of environment 2's episodes
+    args = small("--num-steps 12")
+    data = script.rollout(make_agent(args), script.Envs(args, 4), Log(), args)
+    v = data.values.double().numpy()
+    assert data.terminated[:, 0].tolist() == [t % 4 == 2 for t in range(12)]
+    assert data.truncated[:, 2].tolist() == [t % 5 == 3 for t in range(12)]
+    advantages = script.gae(data.rewards, v, data.terminated, data.truncated, 0.9, 1.0)
+    returns, r = advantages + v[:-1], data.rewards
+    assert returns[2, 0] == pytest.approx(r[2, 0])
+    assert returns[3, 2] == pytest.approx(r[3, 2] + 0.9 * v[4, 2])
+    assert returns[1, 2] == pytest.approx(
+        r[1, 2] + 0.9 * r[2, 2] + 0.81 * r[3, 2] + 0.729 * v[4, 2]
+    )
+    assert abs(v[4, 2]) > 1e-4
+
+
+# --- learning -------------------------------------------------------------------------------------
+
+
+def synthetic(T: int, N: int = 8) -> script.Rollout:
+    """A rollout whose environments end now and then, each end followed by a junk row."""
+    rng = np.random.default_rng(T)
+    terminated, truncated, valid = ends(T, N, rng)
+    obs = torch.as_tensor(rng.integers(0, 256, (T, N, 3, 64, 64), dtype=np.uint8))
+    noise = torch.as_tensor(rng.normal(size=(2 * T + 1, N)), dtype=torch.float32)
+    return script.Rollout(
+        obs, torch.as_tensor(rng.integers(0, 15, (T, N))), math.log(1 / 15) + 0.1 * noise[:T],
+        noise[T:], rng.normal(size=(T, N)) * valid, terminated, truncated, valid,
+    )  # fmt: skip
+
+
+def test_update_is_plain_autograd_by_the_formulas():
+    """Advantages, losses, gradient, its clipping, Adam and metrics of two epochs."""
+    args = small("--num-envs 8 --num-steps 5 --update-epochs 2")
+    data, agent, net = synthetic(5), make_agent(args), make_agent(args)
+    start = vector(agent)
+    adam = torch.optim.Adam(net.parameters(), lr=1e-4, eps=1e-5)
+    values, advantages, last = data.values.double().numpy(), np.zeros((5, 8)), np.zeros(8)
+    for t in reversed(range(5)):
+        delta = data.rewards[t] + 0.999 * values[t + 1] * ~data.terminated[t] - values[t]
+        last = delta + 0.999 * 0.95 * last * ~(data.terminated | data.truncated)[t]
+        advantages[t] = last
+    advantages = torch.tensor(advantages.ravel(), dtype=torch.float32)
+    obs, actions, old = (x.flatten(0, 1) for x in (data.obs, data.actions, data.logprobs))
+    v0, valid = data.values[:-1].flatten(), np.flatnonzero(data.valid)
+    returns, rng, seen = advantages + v0, np.random.default_rng((args.seed, 2, 1)), []
+    for _ in range(2):
+        for i in np.array_split(rng.permutation(valid), 2):
+            logits, v = slow_policy(net.parameters(), obs[i])
+            pi = torch.distributions.Categorical(logits=logits)
+            a = (advantages[i] - advantages[i].mean()) / (advantages[i].std() + 1e-8)
+            ratio = (pi.log_prob(actions[i]) - old[i]).exp()
+            pg = torch.max(-a * ratio, -a * ratio.clamp(0.8, 1.2)).mean()
+            near = v0[i] + (v - v0[i]).clamp(-0.2, 0.2)
+            vl = torch.max((v - returns[i]) ** 2, (near - returns[i]) ** 2).mean() / 2
+            adam.zero_grad()
+            (pg - 0.01 * pi.entropy().mean() + 0.5 * vl).backward()
+            norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            adam.step()
+            kl, clipped = (ratio - 1 - ratio.log()).mean(), (ratio - 1).abs() > 0.2
+            means = [vl, pg, pi.entropy().mean(), -ratio.log().mean(), kl, clipped.float().mean()]
+            seen.append([x.item() for x in (*means, norm)])
+    metrics = script.update(agent, data, 2, 1e-4, args)
+    assert 3 < (~data.valid).sum() < 20
+    assert (vector(net) - start).abs().max() > 2e-4
+    torch.testing.assert_close(vector(agent), vector(net), atol=2e-5, rtol=0)
+    for name, value in zip(METRICS, torch.tensor(seen).mean(dim=0).tolist(), strict=True):
+        assert metrics[f"losses/{name}"] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    assert 0 < metrics["losses/clipfrac"] < 0.5
+    residual, targets = (x.double()[valid].var() for x in (returns - v0, returns))
+    explained = 1 - (residual / targets).item()
+    assert metrics["losses/explained_variance"] == pytest.approx(explained, abs=1e-5)
+
+
+def test_junk_rows_are_never_learned_from():
+    args, data, after = small("--num-envs 8 --num-steps 5"), synthetic(5), []
+    junk = torch.as_tensor(~data.valid)
+    other = data._replace(
+        actions=torch.where(junk, torch.randint(0, 15, (5, 8)), data.actions),
+        logprobs=torch.where(junk, -1.0, data.logprobs),
+        obs=torch.where(junk[..., None, None, None], 255 - data.obs, data.obs),
+        rewards=np.where(data.valid, data.rewards, 5.0),
+    )
+    for it in (data, other):
+        agent = make_agent(args)
+        after.append((script.update(agent, it, 0, 1e-3, args), vector(agent)))
+    assert torch.equal(after[0][1], after[1][1])
+    assert after[0][0] == after[1][0]
+
+
+def test_every_valid_sample_once_an_epoch_and_a_kl_stop_after_one(monkeypatch):
+    args, data, seen = small("--num-envs 8 --num-steps 5 --update-epochs 3"), synthetic(5), []
+    plain = script.ppo_loss
+    monkeypatch.setattr(script, "ppo_loss", lambda *a: seen.append(a[2].values) or plain(*a))
+    script.update(make_agent(args), data, 0, 1e-3, args)
+    assert len(seen) == 3 * 2
+    wanted = data.values[:-1][torch.as_tensor(data.valid)].sort().values
+    epochs = [torch.cat(seen[k : k + 2]) for k in (0, 2, 4)]
+    for epoch in epochs:
+        assert torch.equal(epoch.sort().values, wanted)
+    assert not torch.equal(epochs[0], epochs[1])
+    assert {len(part) for part in seen} <= {len(wanted) // 2, -(-len(wanted) // 2)}
+    args.target_kl = 1e-9
+    script.update(make_agent(args), data, 0, 1e-3, args)
+    assert len(seen) == 3 * 2 + 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("games")
+def test_it_learns_the_way_through_a_maze(tmp_path):
+    """Level 0 alone. A random policy takes 55 steps; every way out pays 10, so length tells.
+    Measured, of the last 100: 7.6, 8.9 and 7.2 steps with seeds 1 to 3, in 85 CPU seconds."""
+    flags = "--env-id MazeEasy-v0 --num-levels 1 --num-envs 16 --num-steps 64 --num-minibatches 4"
+    more = f"--total-timesteps 10240 --eval-interval 1000 --num-threads 1 --run-dir {tmp_path}"
+    script.train(parse(f"{flags} {more} --no-cuda"))
+    played = np.array(rows(tmp_path)[1:], float)[-100:]
+    assert played[:, 2].mean() < 15
+    assert played[:, 1].mean() > 9
+
+
+# --- playing on training levels and on all --------------------------------------------------------
+
+
+def test_evaluation_plays_the_training_levels_and_all(levels, tmp_path, capsys, monkeypatch):
+    train(tmp_path / "run", "--num-levels 200 --start-level 30 --eval-interval 99")
+    capsys.readouterr()
+    levels.clear()
+    monkeypatch.setattr(Levels, "lengths", (3, 4, 9))  # some environments end twice
+    monkeypatch.setattr(Levels, "later", 50)
+    greedy, plain = [], script.Agent.act
+
+    def act(self, obs, noise=None):
+        greedy.append(noise is None)
+        return plain(self, obs, noise)
+
+    monkeypatch.setattr(script.Agent, "act", act)
+    returns = script.evaluate(parse(f"--evaluate {tmp_path / 'run'}"))
+    # the first episode of each of six environments, however long, whose steps pay i + t
+    wanted = [sum(i + t for t in range(1, (4, 5, 10)[i % 3])) for i in range(6)]
+    assert returns == wanted
+    out = capsys.readouterr().out.splitlines()
+    for name, lines, what in (("train", out[:7], "200"), ("eval", out[7:], "all")):
+        assert lines[:6] == [
+            f"{name}_episode={i}, episodic_return={x:.2f}" for i, x in enumerate(wanted)
+        ]
+        spread = f"{np.mean(wanted):.2f} +- {np.std(wanted):.2f}"
+        assert lines[6:] == [f"greedy, 6 episodes on {what} levels: {spread}"]
+    played = [(m["num_levels"], m["start_level"]) for m in levels if len(m["seed"]) == 6]
+    assert played == [(200, 30), (0, 30)]  # from 0 levels on, EnvPool plays all
+    assert all(greedy)
+    assert len(greedy) == 2 * 9  # until the longest has ended
+    script.evaluate(parse(f"--evaluate {tmp_path / 'run'} --eval-sample"))
+    assert not any(greedy[18:])
+    assert "sampled, 6 episodes on all levels: " in capsys.readouterr().out
+
+
+def test_a_run_on_all_levels_is_played_once(levels, tmp_path, capsys):
+    train(tmp_path / "run")
+    assert "charts/test_return" not in scalars(tmp_path / "run")
+    capsys.readouterr()
+    script.evaluate(parse(f"--evaluate {tmp_path / 'run'} --eval-episodes 1"))
+    assert capsys.readouterr().out == (
+        "eval_episode=0, episodic_return=6.00\ngreedy, 1 episodes on all levels: 6.00 +- 0.00\n"
+    )
+
+
+def test_in_training_all_levels_are_played_and_nothing_else_changes(levels, tmp_path):
+    after = [
+        train(tmp_path / name, f"--num-levels 2 --eval-interval {name}") for name in ("1", "2", "9")
+    ]
+    points = [scalars(tmp_path / name).get("charts/test_return", []) for name in ("1", "2", "9")]
+    assert [len(each) for each in points] == [3, 1, 0]
+    steps = [step for step, _ in scalars(tmp_path / "1")["losses/entropy"]]
+    assert [step for step, _ in points[0]] == steps
+    assert points[1][0][0] == steps[1]
+    mean = np.mean([sum(i + t for t in range(1, 4 + i % 3)) for i in range(6)])
+    assert [value for _, value in points[0]] == pytest.approx([mean] * 3)
+    for name in ("agent", "optimizer"):
+        assert_same(after[0][name], after[1][name])
+        assert_same(after[0][name], after[2][name])
+    assert rows(tmp_path / "1") == rows(tmp_path / "9")
+    assert {m["num_levels"] for m in levels if len(m["seed"]) == 6} == {0}
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("moviepy"), reason="no moviepy")
+def test_videos_of_both(levels, tmp_path):
+    train(tmp_path / "run", "--num-levels 2 --eval-interval 99")
+    script.evaluate(
+        parse(f"--evaluate {tmp_path / 'run'} --eval-episodes 2 --capture-video --no-cuda")
+    )
+    names = sorted(path.name for path in (tmp_path / "run" / "videos").iterdir())
+    assert names == [f"{name}-episode-{i}.mp4" for name in ("eval", "train") for i in (0, 1)]
+
+
+# --- acting, and as a program ---------------------------------------------------------------------
+
+
+def test_a_saved_policy_acts_to_the_bit(levels, tmp_path):
+    train(tmp_path / "run", "--save-model")
+    agent, args = script.load(tmp_path / "run", Levels)
+    assert args.num_steps == 8
+    other = make_agent(Args(seed=7))
+    rng = np.random.default_rng(0)
+    obs, noise = rng.integers(0, 256, (20, 3, 64, 64), dtype=np.uint8), rng.gumbel(size=(20, 15))
+    assert (agent.act(obs) != other.act(obs)).any()
+    other.load_state_dict(torch.load(tmp_path / "run" / "ppo_procgen.cleanrl_model"))
+    assert (agent.act(obs, noise) == other.act(obs, noise)).all()
+    assert (agent.act(obs) == other.act(obs)).all()
+    with torch.no_grad():
+        policy, _ = agent.policy(torch.as_tensor(obs))
+        again, _ = other.policy(torch.as_tensor(obs))
+    assert torch.equal(policy, again)
+    assert (agent.act(obs, noise) == (policy.numpy() + np.float32(noise)).argmax(axis=1)).all()
+    assert (agent.act(obs) == policy.numpy().argmax(axis=1)).all()
+    assert agent.return_sums[0] > 60
+
+
+def test_resume_goes_on_in_new_games(levels, tmp_path):
+    before = train(tmp_path / "run")
+    script.train(
+        parse(f"--resume {tmp_path / 'run'} --total-timesteps {5 * STEPS} --num-threads 1")
+    )
+    after = script.load_checkpoint(tmp_path / "run")
+    assert (before["iteration"], after["iteration"]) == (3, 5)
+    assert 0 < after["global_step"] - before["global_step"] < 2 * STEPS
+    adam = [int(run["optimizer"]["state"][0]["step"]) for run in (before, after)]
+    assert adam == [3 * 2, 5 * 2]
+    counts = [run["agent"]["return_sums"][0] for run in (before, after)]
+    assert counts == [run["global_step"] for run in (before, after)]  # rewards are scaled by all
+    seeds = [seed for made in levels for seed in made["seed"]]
+    assert len(seeds) == len(set(seeds)) == 8
+    points = scalars(tmp_path / "run")["losses/entropy"]
+    assert len({step for step, _ in points}) == len(points) == 5
+    assert points[2][0] == before["global_step"]
+    found = [int(step) for step, _, _ in rows(tmp_path / "run")[1:]]
+    assert found == sorted(found)
+    assert status(tmp_path / "run") == "finished"
+
+
+def test_the_same_command_gives_the_same_bits(levels, tmp_path):
+    runs = [train(tmp_path / name) for name in ("a", "b")]
+    assert_same(runs[0]["agent"], runs[1]["agent"])
+    assert_same(runs[0]["optimizer"], runs[1]["optimizer"])
+    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+    other = train(tmp_path / "c", "--seed 2")
+    assert not torch.equal(other["agent"]["actor.weight"], runs[0]["agent"]["actor.weight"])
+
+
+@pytest.mark.slow
+def test_compiled_learns_nearly_the_same():
+    after = []
+    for how in ("eager", "compiled"):
+        args = small("--num-envs 8 --num-steps 5")
+        agent = make_agent(args)
+        if how == "compiled":
+            assert script.compile_policy(agent) == "compiled"
+        for k in range(2):
+            script.update(agent, synthetic(5), k, 2.5e-4, args)
+        after.append(vector(agent))
+    torch.testing.assert_close(*after, atol=1e-5, rtol=0)
+
+
+def test_without_a_compiler_one_line_and_on(levels, tmp_path, monkeypatch, capsys):
+    def missing(*args, **kwargs):
+        raise RuntimeError("no g++")
+
+    monkeypatch.setattr(torch, "compile", missing)
+    train(tmp_path / "run", "--compile")
+    out = capsys.readouterr().out
+    assert out.count("--compile: no working compiler (RuntimeError), going on eagerly") == 1
+    assert status(tmp_path / "run") == "finished"
+
+
+def test_what_is_not_finite_is_not_saved(levels, tmp_path, monkeypatch):
+    plain = script.rollout
+
+    def spoiled(agent, envs, run, args):
+        data = plain(agent, envs, run, args)
+        return data._replace(rewards=data.rewards * np.nan) if run.iteration == 2 else data
+
+    monkeypatch.setattr(script, "rollout", spoiled)
+    with pytest.raises(FloatingPointError, match="iteration 2: rewards is not finite"):
+        train(tmp_path / "run")
+    assert script.load_checkpoint(tmp_path / "run")["iteration"] == 2
+    assert status(tmp_path / "run") == "failed"
+
+
+WRONG = [
+    ("--num-minibatches 9", "--minibatch-size 3: not in 4 ..."),
+    ("--num-minibatches 0", "--num-minibatches 0: not in 1 ..."),
+    ("--num-levels -1", "--num-levels -1: not in 0 ... 1000000000"),
+    ("--start-level 2000000000", "--start-level 2000000000: not in 0 ... 1000000000"),
+    ("--eval-episodes 0", "--eval-episodes 0: not in 1 ..."),
+    ("--eval-interval 0", "--eval-interval 0: not in 1 ..."),
+    ("--learning-rate nan", "--learning-rate nan: not in"),
+    ("--env-id CartPole-v1", "--env-id CartPole-v1: EnvPool has no such Procgen game"),
+    ("--env-id Breakout-v5", "--env-id Breakout-v5: EnvPool has no such Procgen game"),
+    ("--env-id nogame", "--env-id nogame: EnvPool has no such Procgen game"),
+    ("--resume nowhere", "nowhere: no checkpoint.pt that can be read"),
+    ("--resume run --run-dir new", "--resume goes on in its folder"),
+    ("--resume run --num-envs 5", "run goes on with its 4 environments of StarpilotEasy-v0"),
+    ("--resume run --env-id bigfish", "run goes on with its 4 environments of StarpilotEasy-v0"),
+    ("--run-dir run", "a run is there: --resume run"),
+    ("--capture-video", "moviepy is not installed: pip install moviepy"),
+    ("--no-such-flag", "--no-such-flag"),
+    ("no Qt", "no Qt at all (or, without root: pip install PyQt5-Qt5)"),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a `run`."""
+    folder = tmp_path_factory.mktemp("place")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(envpool, "make", Levels)
+        train(folder / "run")
+    return folder
+
+
+@pytest.mark.parametrize(("flags", "says"), WRONG)
+def test_wrong_arguments_end_with_2_and_leave_nothing(
+    flags, says, levels, place, monkeypatch, capfd
+):
+    def unable(*args, **kwargs):
+        raise ImportError("no Qt at all")
+
+    installed(monkeypatch, moviepy=False, PyQt5=False)
+    monkeypatch.chdir(place)
+    if flags == "no Qt":
+        monkeypatch.setattr(envpool, "make", unable)
+        flags = ""
+    before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as end:
+        script.train(small(f"--total-timesteps {2 * STEPS} {flags}"))
+    assert end.value.code == 2
+    err = " ".join(word for word in capfd.readouterr().err.split() if word != "│")
+    assert says in err
+    assert "Traceback" not in err
+    assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
+
+
+@pytest.mark.usefixtures("games")
+def test_a_program_by_itself(tmp_path):
+    """Copied alone into an empty folder, on EnvPool's own game."""
+    copy = tmp_path / "copied.py"
+    copy.write_text((ROOT / "ppo_procgen.py").read_text())
+    flags = f"{SMALL} --total-timesteps {2 * STEPS} --num-levels 3 --run-dir run".split()
+    done = run(copy, *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "StarpilotEasy-v0 on cpu, eager, 2 iterations, in run" in done.stdout + done.stderr
+    assert status(tmp_path / "run") == "finished"
+    refused = run(copy, *flags, cwd=tmp_path)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == "copied.py: a run is there: --resume run goes on with it\n"
