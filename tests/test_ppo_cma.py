@@ -733,6 +733,16 @@ def test_memorized_are_copies():
     assert [list(o) for o, _, _ in agent.memory[0]] == [[0, 0], [1, 1], [2, 2]]
 
 
+def test_saturated_means():
+    """One of two mean actions is at its bound, in every state."""
+    agent = make_agent(3, [-1] * 2, [1] * 2, n_updates=2)
+    with torch.no_grad():
+        agent.mean_net.bias[-2:] = torch.tensor([30.0, 0.0])
+    for t in range(5):
+        agent.memorize(np.ones(3), np.zeros(2), 1.0, t == 4)
+    assert agent.update_with_memorized()["charts/saturated_means"] == 0.5
+
+
 def test_annealed_learning_rate(tmp_path, monkeypatch):
     rates = []
 
@@ -741,7 +751,7 @@ def test_annealed_learning_rate(tmp_path, monkeypatch):
         return update(agent, *batch)
 
     monkeypatch.setattr(ppo_cma, "update", spy)
-    line = ["--env-id", "Pendulum-v1", "--iter-steps", "200", "--n-updates", "2", "--anneal-lr"]
+    line = ["--env-id", "Pendulum-v1", "--iter-steps", "200", "--n-updates", "2"]
     line += ["--run-dir", str(tmp_path / "run")]  # an episode has 200 steps
     ppo_cma.train(ppo_cma.parse_args([*line, "--total-timesteps", "600"]))
     expected = [5e-4, 5e-4 * 2 / 3, 5e-4 / 3]

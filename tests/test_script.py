@@ -32,7 +32,7 @@ from ppo_cma import Args
 
 SMALL = (
     "--env-id InvertedPendulum-v4 --iter-steps 200 --n-updates 5 --minibatch-size 32 "
-    "--history-buffer-size 3 --checkpoint-interval 2 --no-cuda"
+    "--history-buffer-size 3 --checkpoint-interval 2 --no-cuda --no-anneal-lr"
 )
 SPACES = {
     "Clockwork_cma": gym.spaces.Box(-1, 1, (2,)),
@@ -195,7 +195,8 @@ def test_run_folder_and_logs(undisturbed):
     for tag, column in (("charts/episodic_return", returns), ("charts/episodic_length", lengths)):
         assert points.pop(tag) == list(zip(steps, column, strict=True))
     losses = ("value_loss", "variance_loss", "policy_loss", "entropy", "explained_variance")
-    charts = ("SPS", "learning_rate", "policy_std", "positive_advantages", "mean_episodic_return")
+    charts = ["SPS", "learning_rate", "policy_std", "positive_advantages", "mean_episodic_return"]
+    charts += ["saturated_means"]
     tags = [f"losses/{name}" for name in losses] + [f"charts/{name}" for name in charts]
     assert points.keys() == set(tags)
     for tag, values in points.items():
