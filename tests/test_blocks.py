@@ -17,34 +17,32 @@ LINES = {
     "ppo_atari_multigpu": 719,
     "ppo_atari_lstm": 600,
     "ppo_procgen": 600,
+    "ppo_pettingzoo_ma_atari": 600,
 }
 EVERY = pytest.mark.parametrize("script", LINES)
 
 # Functions and classes whose text is not the others' in these scripts, on purpose. All else of one
 # name is one text in all scripts that have it.
-CMA, KL, ATARI, LSTM = "ppo_cma", "ppo_kl_adaptive", "ppo_atari_multigpu", "ppo_atari_lstm"
-PROCGEN = "ppo_procgen"
+CMA, KL, ATARI = "ppo_cma", "ppo_kl_adaptive", "ppo_atari_multigpu"
+LSTM, PROCGEN, DUEL = "ppo_atari_lstm", "ppo_procgen", "ppo_pettingzoo_ma_atari"
+GAMES = {LSTM, PROCGEN, DUEL}  # a state; levels; two players
 OWN = {
     **dict.fromkeys(["Args", "Agent", "Episodes", "make_env", "rollout", "update", "train"], LINES),
-    "parse_args": {KL, ATARI, LSTM, PROCGEN},  # an environment without a flag; restarts; no modules
-    "Envs": {LSTM, PROCGEN},  # one frame; which rows are an episode's first; levels
+    "parse_args": {KL, ATARI, *GAMES},  # an environment without a flag; restarts; no modules
+    "Envs": GAMES,
     "mlp": {KL},
     "make_envs": {KL},
-    "Rollout": {
-        KL,
-        ATARI,
-        LSTM,
-        PROCGEN,
-    },  # whole episodes; values of the policy that acted; a state
-    "Batch": {ATARI, LSTM, PROCGEN},
-    "ppo_loss": {CMA, ATARI, LSTM},  # without a value; a share of several processes; a state
+    "Rollout": {KL, ATARI, *GAMES},  # whole episodes; values of the policy that acted
+    "Batch": {ATARI, *GAMES},
+    "ppo_loss": {CMA, ATARI, LSTM},  # without a value; a share of several processes
     "flat_adam": {ATARI},  # torch's Adam
-    "save": {CMA, KL, ATARI, LSTM, PROCGEN},
-    "load": {CMA, ATARI, LSTM, PROCGEN},
+    "save": {CMA, KL, ATARI, *GAMES},
+    "load": {CMA, ATARI, *GAMES},
     "scale_rewards": {PROCGEN},  # its moments are one tensor
-    "evaluate": {CMA, KL, ATARI, LSTM, PROCGEN},
+    "play": {DUEL},
+    "evaluate": {CMA, KL, ATARI, *GAMES},
     "compile_networks": {CMA, KL},
-    "Run": {ATARI},  # of rank 0
+    "Run": {ATARI, DUEL},  # of rank 0; returns of two players
     "fail": {ATARI},
 }
 
@@ -134,6 +132,8 @@ DETAILS = {  # of the 37 of Huang et al. 2022; the rest are for recurrent networ
     + [f"LSTM detail {n}" for n in range(1, 6)],
     "ppo_procgen": [f"detail {n}" for n in range(1, 13)]
     + ["continuous detail 8", "continuous detail 9"],
+    "ppo_pettingzoo_ma_atari": [f"detail {n}" for n in range(1, 13)]
+    + [f"Atari detail {n}" for n in (1, 2, 5, 6, 7, 8, 9)],
 }
 
 

@@ -1,0 +1,732 @@
+"""ppo_pettingzoo_ma_atari.py: what two players see of a real game, players that die first, games
+between agents, and the script as a program. `Duel` is a game whose ends and scores are known."""
+
+import hashlib
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from program import ROOT, assert_same, installed, rows, run, scalars, status, train_until_killed
+
+import ppo_pettingzoo_ma_atari as script
+from ppo_pettingzoo_ma_atari import Args
+
+MISSING = [
+    name
+    for name in ("pettingzoo", "multi_agent_ale_py", "ale_py", "pygame")
+    if importlib.util.find_spec(name) is None
+]
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
+    pytest.mark.filterwarnings("ignore:The old environment creation API"),  # of PettingZoo 1.27
+]
+
+NAME = "ppo_pettingzoo_ma_atari"
+SMALL = (
+    "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1 --no-cuda "
+    "--checkpoint-interval 2 --eval-episodes 2 --eval-interval 2"
+)
+STEPS = 4 * 8  # of an iteration, junk rows included
+TWO = {  # PettingZoo's games for two, and how many actions each has
+    "basketball_pong_v3": 6, "boxing_v2": 18, "combat_plane_v2": 18, "combat_tank_v2": 18,
+    "double_dunk_v3": 18, "entombed_competitive_v3": 18, "entombed_cooperative_v3": 18,
+    "flag_capture_v2": 10, "ice_hockey_v2": 18, "joust_v3": 18, "mario_bros_v3": 18,
+    "maze_craze_v3": 18, "othello_v3": 10, "pong_v3": 6, "space_invaders_v2": 6,
+    "space_war_v2": 18, "surround_v2": 5, "tennis_v3": 18, "video_checkers_v4": 5,
+    "wizard_of_wor_v3": 9,
+}  # fmt: skip
+
+
+class Duel:
+    """What Envs needs of a game of PettingZoo and its ale. Player 0 gets 3 points a frame, player 1
+    one; who takes action 2 gets 5 more. Player 1 dies in frame `death`, the game ends in `end`."""
+
+    possible_agents, action_mapping = ("first_0", "second_0"), np.arange(4)
+    death, end = 10, 22
+
+    def __init__(self):
+        self.ale, self.t, self.games = self, 0, 0
+
+    def getScreenDims(self):
+        return 160, 210
+
+    def getScreenGrayscale(self):
+        return np.full((210, 160, 1), (self.t * 7 + self.games) % 256, np.uint8)
+
+    def getScreenRGB(self):
+        return np.zeros((210, 160, 3), np.uint8)
+
+    def reset_game(self):
+        self.t, self.games = -100, self.games + 1
+
+    def allLives(self):
+        return np.array([0, -1 if self.t >= self.death else 0])
+
+    def game_over(self):
+        return self.t >= self.end
+
+    def act(self, actions):
+        if self.t < 0:  # no-ops
+            assert not actions.any()
+            return np.zeros(2, np.intc)
+        assert not self.game_over()
+        assert self.t < self.death or actions[1] == 0  # the dead do nothing
+        self.t += 1
+        return np.array([3, 1]) + 5 * (np.asarray(actions) == 2)
+
+    def clone_full_state(self):
+        return np.array([self.t + 200, self.games], np.uint8)
+
+    def restore_full_state(self, state):
+        self.t, self.games = int(state[0]) - 200, int(state[1])
+
+
+@pytest.fixture
+def duel(monkeypatch):
+    """--env-id duel_v0, and another of the same kind"""
+    module = ModuleType("pettingzoo.atari.duel_v0")
+
+    def parallel_env(**more):
+        game = Duel()
+        game.unwrapped = game
+        return game
+
+    module.parallel_env = parallel_env
+    for name in ("duel_v0", "other_v0"):
+        monkeypatch.setitem(sys.modules, f"pettingzoo.atari.{name}", module)
+    plain = script.Envs.reset
+
+    def reset(envs, g):  # the clock starts when the no-ops are over
+        plain(envs, g)
+        envs.ales[g].t = 0
+
+    monkeypatch.setattr(script.Envs, "reset", reset)
+
+
+def parse(flags: str) -> Args:
+    return script.parse_args(flags.split())
+
+
+def small(flags: str = "") -> Args:
+    return parse(f"{SMALL} {flags}")
+
+
+def train(folder: Path, flags: str = "") -> dict:
+    """Train in this process; the final checkpoint."""
+    script.train(small(f"--run-dir {folder} --total-timesteps {3 * STEPS} {flags}"))
+    return script.load_checkpoint(folder)
+
+
+def make_agent(args: Args, actions: int = 4):
+    torch.manual_seed(args.seed)
+    envs = type("Space", (), {"action_space": gym.spaces.Discrete(actions)})
+    agent = script.Agent(envs, args)
+    agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)
+    return agent
+
+
+def shrunk(*screens: np.ndarray) -> np.ndarray:
+    """Means over areas in whole numbers: each pixel becomes 84 x 84, each part H x W of those."""
+    screen = np.maximum.reduce([s[:, :, 0] for s in screens]).astype(np.int64)
+    (h, w), found = screen.shape, np.zeros((84, 84), int)
+    for i in range(84):
+        for j in range(84):
+            ys, xs = np.arange(i * h, (i + 1) * h) // 84, np.arange(j * w, (j + 1) * w) // 84
+            y, x = np.bincount(ys, minlength=h), np.bincount(xs, minlength=w)
+            total = y[ys[0] : ys[-1] + 1] @ screen[ys[0] : ys[-1] + 1, xs[0] : xs[-1] + 1]
+            total = int(total @ x[xs[0] : xs[-1] + 1])
+            found[i, j] = (2 * total + h * w) // (2 * h * w)  # a half goes up
+    return found
+
+
+# --- the network ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("actions", "parameters"), [(6, 1_691_815), (5, 1_691_302), (18, 1_697_971)]
+)
+def test_network_as_in_cleanrl(actions, parameters):
+    agent = make_agent(Args(), actions)
+    assert sum(p.numel() for p in agent.parameters()) == parameters
+    layers = [m for m in agent.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)]
+    for layer, gain in zip(layers, [math.sqrt(2)] * 4 + [0.01, 1.0], strict=True):
+        singular = torch.linalg.svdvals(layer.weight.detach().flatten(1))
+        torch.testing.assert_close(singular, torch.full_like(singular, gain))
+        assert not layer.bias.any()
+    assert [tuple(layer.weight.shape) for layer in layers[:4]] == [
+        (32, 6, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (512, 3136)
+    ]  # fmt: skip
+    obs = torch.randint(0, 256, (5, 6, 84, 84), dtype=torch.uint8)
+    with torch.no_grad():
+        action, logprob, entropy, value = agent.get_action_and_value(obs)
+        again = agent.get_action_and_value(obs, action)
+        plain = agent.network(obs / 255.0)
+    assert torch.equal(again[1], logprob)
+    assert action.shape == value.shape == (5,)
+    assert entropy.tolist() == pytest.approx([math.log(actions)] * 5, abs=1e-3)
+    torch.testing.assert_close(value, agent.critic(plain)[:, 0], atol=1e-5, rtol=1e-5)
+
+
+# --- what the players see -------------------------------------------------------------------------
+
+
+def test_a_real_game_from_its_first_screen():
+    envs = script.Envs(Args(), 2)
+    envs.ales[0].reset_game()
+    first = envs.ales[0].getScreenRGB()
+    assert hashlib.sha256(first.tobytes()).hexdigest()[:16] == "72f1b44d5b790986"
+    envs = script.Envs(Args(), 4)
+    obs = envs.obs
+    assert (obs.shape, obs.dtype) == ((4, 6, 84, 84), np.uint8)
+    assert (obs[:, :4] == obs[:, :1]).all()  # four times the first frame
+    for t in range(101):
+        assert (obs[::2, :4] == obs[1::2, :4]).all()
+        assert (obs[::2, 4:] == np.array([255, 0])[:, None, None]).all()
+        assert (obs[1::2, 4:] == np.array([0, 255])[:, None, None]).all()
+        if t == 100:
+            assert hashlib.sha256(obs.tobytes()).hexdigest()[:16] == "8589167454fd0773"
+        envs.step(np.full(4, t % 6))
+
+
+@pytest.mark.parametrize(
+    ("env_id", "height"), [("pong_v3", 210), ("space_war_v2", 250), ("combat_tank_v2", 256)]
+)
+def test_pixels_are_means_over_areas(env_id, height):
+    envs, rng = script.Envs(Args(env_id=env_id), 2), np.random.default_rng(0)
+    pair = rng.integers(0, 256, (2, height, 160, 1), dtype=np.uint8)
+    assert (envs.shrink(*pair) == shrunk(*pair)).all()
+    assert (envs.shrink(pair[0]) == shrunk(pair[0])).all()
+    assert (envs.shrink(np.full((height, 160, 1), 255, np.uint8)) == 255).all()
+    assert envs.ales[0].getScreenGrayscale().shape == (height, 160, 1)
+
+
+@pytest.mark.parametrize(("env_id", "steps"), [("pong_v3", 40), ("maze_craze_v3", 400)])
+def test_steps_are_those_of_pettingzoo(env_id, steps):
+    """PettingZoo's own environment, frame by frame: rewards, deaths and what is seen."""
+    module = importlib.import_module(f"pettingzoo.atari.{env_id}")
+    roms = Path(importlib.util.find_spec("ale_py").origin).parent
+    more = {"obs_type": "grayscale_image", "seed": script.episode_seed(1, 0) % 2**31}
+    plain = module.parallel_env(auto_rom_install_path=str(roms), **more)
+    plain.reset()
+    envs, rng = script.Envs(Args(env_id=env_id), 2), np.random.default_rng(0)
+    for _ in range(1 + script.episode_seed(1, 0, 0) % 30):
+        plain.step({agent: 0 for agent in plain.agents})
+    alive, score, alone = [0, 1], np.zeros(2), 0
+    for t in range(steps):
+        alone += len(alive) == 1
+        actions, summed, screens = rng.integers(envs.action_space.n, size=2), np.zeros(2), []
+        actions[1] *= env_id == "pong_v3"  # or it stands still, and the other leaves the maze
+        names = dict(enumerate(plain.possible_agents))
+        for _ in range(4):
+            acting = {names[i]: actions[i] for i in (0, 1) if names[i] in plain.agents}
+            obs, rewards, terminations, _, _ = plain.step(acting)
+            summed += [rewards.get(names[i], 0) for i in (0, 1)]
+            screens.append(next(iter(obs.values())).copy())
+            if not plain.agents:
+                break
+        rewards, terminated, truncated = envs.step(actions)
+        assert rewards.tolist() == np.sign(summed).tolist()
+        score += summed
+        gone = [i for i in alive if names[i] not in plain.agents]
+        assert np.flatnonzero(terminated).tolist() == gone
+        assert not truncated.any()
+        alive = [i for i in alive if i not in gone]
+        if t % 20 == 0:
+            assert (envs.obs[:, 3] == shrunk(*screens[-2:])).all()
+        if not alive:
+            break
+    assert envs.scores.tolist() == score.tolist()
+    assert envs.over.tolist() == [i not in alive for i in (0, 1)]
+    assert (alone > 0) == (not alive) == (env_id == "maze_craze_v3")
+    assert score.any() or env_id != "pong_v3"
+
+
+def test_no_ops_tell_games_apart():
+    wanted = [1 + script.episode_seed(1, g, 0) % 30 for g in range(200)]
+    assert set(wanted) == set(range(1, 31))
+    envs = script.Envs(Args(), 12)
+    frames = [game.ale.getEpisodeFrameNumber() for game in envs.games]
+    assert [f - frames[0] for f in frames] == [n - wanted[0] for n in wanted[:6]]
+    for t in range(60):
+        envs.step(np.full(12, t % 6))
+    assert len({envs.obs[i, 3].tobytes() for i in range(0, 12, 2)}) >= 4
+    again = script.Envs(Args(), 2)
+    for t in range(60):
+        again.step(np.full(2, t % 6))
+    assert (again.obs == envs.obs[:2]).all()
+
+
+def test_mazes_differ_by_seed_game_and_episode():
+    """ALE draws them: no-ops would not tell them apart."""
+    found = []
+    for seed in (1, 1, 2):
+        envs = script.Envs(Args(env_id="maze_craze_v3", seed=seed), 4)
+        first = envs.obs[::2, 0].copy()
+        envs.reset(0)
+        found.append([*first, envs.obs[0, 0]])
+    assert (np.array(found[0]) == found[1]).all()
+    assert len({maze.tobytes() for maze in found[0] + found[2]}) == 6
+
+
+def ids(kind: str) -> list[str]:
+    """PettingZoo's. `some`: of one more height each, and one for four players."""
+    if kind == "some":
+        return ["boxing_v2", "combat_plane_v2", "surround_v2", "warlords_v3"]
+    folder = Path(importlib.util.find_spec("pettingzoo").origin).parent / "atari"
+    return sorted(path.stem for path in folder.glob("*_v*.py"))
+
+
+@pytest.mark.parametrize("kind", ["some", pytest.param("all", marks=pytest.mark.slow)])
+def test_games_for_two_and_no_others(kind, capsys):
+    found = {}
+    for env_id in ids(kind):
+        try:
+            found[env_id] = script.Envs(Args(env_id=env_id), 2).action_space.n
+        except SystemExit as end:
+            assert end.code == 2
+            assert f"--env-id {env_id}: too many values" in capsys.readouterr().err
+    assert found == {env_id: n for env_id, n in TWO.items() if env_id in ids(kind)}
+    assert len(ids(kind)) - len(found) == (1 if kind == "some" else 4)
+
+
+# --- players that die first -----------------------------------------------------------------------
+
+
+def test_who_dies_first_waits(duel):
+    """By hand: player 1 dies in frame 10, in the third step; the game ends in frame 22, the sixth.
+    Row 6 is autoreset's. So it goes on in sevens."""
+    envs = script.Envs(Args(env_id="duel_v0"), 4)
+    for t in range(21):
+        k = t % 7
+        before = envs.over.copy()
+        assert before.tolist() == [k == 6, k >= 3] * 2
+        rewards, terminated, truncated = envs.step(np.zeros(4, int))
+        assert terminated.tolist() == [k == 5, k == 2] * 2
+        assert not truncated.any()
+        assert rewards.tolist() == [float(k != 6), float(k < 3)] * 2
+        frames = 0 if k == 6 else min(4 * k + 4, 22)
+        assert envs.scores.tolist() == [3 * frames, min(frames, 10)] * 2
+        assert envs.lengths.tolist() == [(k + 1) % 7, 0 if k == 6 else min(k + 1, 3)] * 2
+
+
+def test_a_long_game_is_truncated_for_who_still_plays(duel):
+    envs = script.Envs(Args(env_id="duel_v0"), 2)
+    envs.max_steps = 4
+    for k in range(5):
+        _, terminated, truncated = envs.step(np.zeros(2, int))
+        assert truncated.tolist() == [k == 3, False]
+        assert terminated.tolist() == [False, k == 2]
+    assert not envs.over.any()
+    assert envs.episodes.tolist() == [1]
+
+
+class Log:
+    """What rollout needs of a Run."""
+
+    def __init__(self):
+        self.global_step, self.iteration, self.rows = 0, 0, []
+
+    def log_episode(self, *row, player):
+        self.rows.append((*row, player))
+
+
+def test_rows_of_the_dead_are_marked_and_episodes_are_each_player_s(duel):
+    args, log = small("--env-id duel_v0 --num-steps 23"), Log()
+    envs, agent = script.Envs(args, 4), make_agent(args)
+    with torch.no_grad():
+        agent.actor.bias[2] = -1e9  # never the action that pays more
+    data = script.rollout(agent, envs, log, args)
+    wanted = [[t % 7 != 6, t % 7 < 3] * 2 for t in range(23)]
+    assert data.valid.tolist() == wanted
+    assert log.global_step == data.valid.sum()
+    assert sorted(row[1:] for row in log.rows) == sorted([(66, 6, 0), (10, 3, 1)] * 6)
+    steps = data.valid.sum(axis=1).cumsum()
+    ends = [(t, p) for t in range(23) for p, k in ((0, 5), (1, 2)) if t % 7 == k]
+    assert [(row[0], row[3]) for row in log.rows[::2]] == [(steps[t], p) for t, p in ends]
+    assert data.obs.shape == (23, 4, 6, 84, 84)
+    assert set(np.unique(data.rewards)) == {0.0, 1.0}
+
+
+def test_what_is_not_valid_is_never_learned_from(duel):
+    args = small("--env-id duel_v0 --num-steps 16")
+    data = script.rollout(make_agent(args), script.Envs(args, 4), Log(), args)
+    junk, after = torch.as_tensor(~data.valid), []
+    assert 10 < junk.sum() < 30
+    values = data.values.clone()  # of what the dead see; but a row after a truncation bootstraps
+    values[:-1][junk] += 3.0
+    other = data._replace(
+        actions=torch.where(junk, 3 - data.actions, data.actions),
+        logprobs=torch.where(junk, -1.0, data.logprobs),
+        obs=torch.where(junk[..., None, None, None], 255 - data.obs, data.obs),
+        rewards=np.where(data.valid, data.rewards, 5.0),
+        values=values,
+    )
+    for it in (data, other, data._replace(rewards=data.rewards + data.valid * 0.5)):
+        agent = make_agent(args)
+        after.append(script.update(agent, it, 0, 1e-3, args))
+        after.append(torch.nn.utils.parameters_to_vector(agent.parameters()).detach())
+    assert after[0] == after[2]
+    assert torch.equal(after[1], after[3])
+    assert not torch.equal(after[1], after[5])
+
+
+def test_advantages_of_a_player_end_with_its_life():
+    """By hand, gamma 0.5 and lambda 1: after the death's row, nothing is in its advantage."""
+    rewards = np.array([[1.0, 1.0], [1.0, -1.0], [2.0, 9.0]])
+    values, none = np.full((4, 2), 2.0), np.zeros((3, 2), bool)
+    dead = none.copy()
+    dead[1, 1] = True
+    found = script.gae(rewards, values, dead, none, 0.5, 1.0)
+    first = [1 + 1 - 2, 1 + 1 - 2, 2 + 1 - 2]  # deltas of player 0
+    assert found[:, 0].tolist() == [first[0] + 0.5 * first[1] + 0.25 * first[2], 0.5, 1.0]
+    assert found[:2, 1].tolist() == [(1 + 1 - 2) + 0.5 * (-1 - 2), -3.0]
+
+
+# --- games between agents -------------------------------------------------------------------------
+
+
+class Always:
+    """An agent that knows one action."""
+
+    def __init__(self, action: int):
+        self.action, self.planes = action, []
+
+    def act(self, obs, noise):
+        assert noise.shape == (len(obs), 4)
+        self.planes += [tuple(o[4:, 0, 0] // 255) for o in obs]
+        return np.full(len(obs), self.action)
+
+
+def test_sides_are_changed(duel):
+    args = small("--env-id duel_v0 --eval-episodes 5")
+    agents = [Always(0), Always(1)]
+    scores = script.play(agents, args, 7)
+    # player 0 wins 66 to 10, whoever it is; the first agent is player 0 in games 0, 2 and 4
+    assert scores.tolist() == [[66, 10], [10, 66], [66, 10], [10, 66], [66, 10]]
+    assert script.win_rate(scores)["charts/win_rate"] == 0.6
+    for agent, side in zip(agents, (0, 1), strict=True):
+        wanted = [(1, 0) if (k + side) % 2 == 0 else (0, 1) for k in range(5)]
+        assert agent.planes == wanted * 6
+    film = []
+    scores = script.play([Always(2), Always(0)], small("--env-id duel_v0"), 7, film)
+    assert scores.tolist() == [[66 + 5 * 22, 10], [60, 66]]
+    assert [frame.shape for frame in film] == [(210, 160, 3)] * 6
+
+
+def test_a_random_player_draws_all_actions_alike(duel):
+    args = small("--env-id duel_v0 --eval-episodes 60")
+    scores = script.play([None, Always(0)], args, 3)
+    # it is player 0 in half the games and gets 5 more in a quarter of 22 frames, else of 10
+    more = np.concatenate([(scores[::2, 0] - 66) / 22, (scores[1::2, 0] - 10) / 10])
+    assert more.mean() == pytest.approx(5 / 4, abs=0.25)
+    assert (scores == script.play([None, Always(0)], args, 3)).all()
+    assert (scores != script.play([None, Always(0)], args, 4)).any()
+
+
+WILSON = [  # wins, draws, losses; the share, and the interval as tables have it
+    (8, 0, 2, 0.8, 0.4902, 0.9433),
+    (10, 0, 10, 0.5, 0.2993, 0.7007),
+    (0, 0, 20, 0.0, 0.0, 0.1611),
+    (7, 2, 1, 0.8, 0.4902, 0.9433),
+    (0, 4, 0, 0.5, 0.1500, 0.8500),
+]
+
+
+@pytest.mark.parametrize(("wins", "draws", "losses", "share", "low", "high"), WILSON)
+def test_win_rate_by_hand(wins, draws, losses, share, low, high):
+    scores = np.array([[3, -1]] * wins + [[2, 2]] * draws + [[-4, 0]] * losses)
+    found = script.win_rate(scores)
+    assert list(found) == ["charts/win_rate", "charts/win_rate_low", "charts/win_rate_high"]
+    assert list(found.values()) == pytest.approx([share, low, high], abs=1e-4)
+
+
+def test_it_plays_against_itself_of_some_time_ago(duel, tmp_path, monkeypatch):
+    """After iterations 2 and 4: first an untrained agent, then itself after iteration 2."""
+    met, plain = [], script.play
+
+    def play(agents, args, seed, film=None):
+        met.append([*({k: v.clone() for k, v in a.state_dict().items()} for a in agents), seed])
+        return plain(agents, args, seed, film)
+
+    monkeypatch.setattr(script, "play", play)
+    flags = f"--env-id duel_v0 --total-timesteps {5 * STEPS}"
+    after = train(tmp_path / "run", flags)
+    (first, untrained, _), (second, past, _) = met
+    assert_same(past, first)
+    assert_same(dict(after["past"]), second)
+    assert not torch.equal(untrained["actor.weight"], first["actor.weight"])
+    assert met[0][2] != met[1][2]
+    found = scalars(tmp_path / "run")
+    assert len(found["charts/win_rate"]) == 2
+    assert found["charts/win_rate_low"][0][1] < 0.5 < found["charts/win_rate_high"][0][1]
+    assert found["charts/episodic_return-player0"][0][1] >= 66
+    assert {x for _, x in found["charts/episodic_length-player0"]} == {6.0}
+    assert {x for _, x in found["charts/episodic_length-player1"]} == {3.0}
+
+
+def test_evaluation_says_who_wins(duel, tmp_path, capsys):
+    train(tmp_path / "a", "--env-id duel_v0")
+    train(tmp_path / "b", "--env-id duel_v0 --seed 2")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for against in ("", f"--against {tmp_path / 'b'}"):
+        capsys.readouterr()
+        args = parse(f"--evaluate {tmp_path / 'a'} --eval-episodes 4 {against}")
+        returns = script.evaluate(args)
+        out = capsys.readouterr().out.splitlines()
+        assert out[0].startswith(f"eval_episode=0, episodic_return={returns[0]:.2f} to ")
+        scores = script.np.array(
+            [[float(line.split()[1].split("=")[1]), float(line.split()[3])] for line in out[:4]]
+        )
+        assert scores[:, 0].tolist() == returns
+        rate, low, high = script.win_rate(scores).values()
+        assert out[4] == f"4 games, win rate {rate:.3f}, 95 % interval {low:.3f} to {high:.3f}"
+        assert script.evaluate(args) == returns
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    saved = script.load_checkpoint(tmp_path / "b")
+    for other, env_id in (("c", "pong_v3"), ("d", "other_v0")):
+        (tmp_path / other).mkdir()
+        args = vars(saved["args"]) | {"env_id": env_id}
+        torch.save(saved | {"args": args}, tmp_path / other / "checkpoint.pt")
+    wrong = [("c", "does not fit"), ("d", "d: plays other_v0, not duel_v0"), ("e", "no checkpoint")]
+    for other, says in wrong:
+        with pytest.raises(SystemExit) as end:
+            script.evaluate(parse(f"--evaluate {tmp_path / 'a'} --against {tmp_path / other}"))
+        assert end.value.code == 2
+        assert says in capsys.readouterr().err
+
+
+# --- resuming -------------------------------------------------------------------------------------
+
+
+def test_a_game_goes_on_to_the_same_bits():
+    """In the midst of it, with one of its players dead, in other emulators."""
+    args, rng = Args(env_id="maze_craze_v3"), np.random.default_rng(0)
+    envs = script.Envs(args, 4)
+    while not envs.over.any():
+        envs.step(rng.integers(18, size=4) * [1, 0, 1, 0])
+    assert envs.over.sum() == 1
+    content = envs.state_dict()
+    other = script.Envs(args, 4)
+    for _ in range(7):
+        other.step(rng.integers(18, size=4))
+    other.load_state_dict(content)
+    for _ in range(80):
+        actions = rng.integers(18, size=4)
+        for found, wanted in zip(other.step(actions), envs.step(actions), strict=True):
+            assert (found == wanted).all()
+        assert (other.obs == envs.obs).all()
+    assert (other.scores == envs.scores).all()
+    assert (other.lengths == envs.lengths).all()
+    assert (other.over == envs.over).all()
+
+
+@pytest.mark.parametrize(
+    ("env_id", "target", "call"),
+    [("pong_v3", "rollout", 4), ("duel_v0", "rollout", 5), ("duel_v0", "torch.save", 3)],
+)
+def test_a_killed_run_resumes_to_the_same_bits(env_id, target, call, duel, tmp_path):
+    flags = f"{SMALL} --env-id {env_id} --total-timesteps {5 * STEPS}"
+    flags += " --eval-interval 9" * (env_id == "pong_v3")  # whose games are long
+    script.train(parse(f"{flags} --run-dir {tmp_path / 'whole'}"))
+    argv = [*flags.split(), "--run-dir", str(tmp_path / "cut")]
+    assert train_until_killed(NAME, target, call, argv) == -9
+    assert status(tmp_path / "cut") == "running"
+    script.train(parse(f"--resume {tmp_path / 'cut'}"))
+    whole, cut = (script.load_checkpoint(tmp_path / name) for name in ("whole", "cut"))
+    for name in ("agent", "optimizer", "past", "envs", "iteration", "global_step"):
+        assert_same(cut[name], whole[name])
+    assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
+    assert scalars(tmp_path / "cut") == scalars(tmp_path / "whole")
+    assert status(tmp_path / "cut") == "finished"
+
+
+def test_a_signal_ends_the_iteration_and_saves(duel, tmp_path):
+    argv = [*f"{SMALL} --env-id duel_v0 --run-dir {tmp_path / 'run'}".split()]
+    assert train_until_killed(NAME, "rollout", 3, argv, 15) == 128 + 15
+    assert status(tmp_path / "run") == "running"
+    assert script.load_checkpoint(tmp_path / "run")["iteration"] == 3
+
+
+def test_a_saved_policy_acts_to_the_bit(duel, tmp_path):
+    train(tmp_path / "run", "--env-id duel_v0 --save-model")
+    agent, args = script.load(tmp_path / "run")
+    other = make_agent(Args(seed=7))
+    other.load_state_dict(torch.load(tmp_path / "run" / f"{NAME}.cleanrl_model"))
+    rng = np.random.default_rng(0)
+    obs, noise = rng.integers(0, 256, (32, 6, 84, 84), dtype=np.uint8), rng.gumbel(size=(32, 4))
+    sample = agent.act(obs, noise)
+    assert (other.act(obs, noise) == sample).all()
+    assert (other.act(obs) == agent.act(obs)).all()
+    with torch.no_grad():
+        policy, _ = agent.policy(torch.as_tensor(obs))
+    assert (sample == (policy.numpy() + noise.astype(np.float32)).argmax(axis=1)).all()
+    assert (agent.act(obs) == policy.numpy().argmax(axis=1)).all()
+    assert len(set(sample.tolist())) == 4
+
+
+# --- learning -------------------------------------------------------------------------------------
+
+
+class Picture:
+    """The left or the right half is lit: player 0 must say which, player 1 the opposite. A game is
+    one step. Right pays 1, else -1. Who can't tell the players apart gets 0 at best."""
+
+    action_space = gym.spaces.Discrete(6)
+    indicator, means = True, []
+
+    def __init__(self, args, n):
+        self.rng, self.over = np.random.default_rng(args.seed), np.zeros(n, bool)
+        self.scores, self.lengths = np.zeros(n), np.ones(n)
+        self.draw()
+
+    def draw(self):
+        n = len(self.over)
+        self.lit = self.rng.integers(0, 2, n // 2).repeat(2)
+        self.obs = np.zeros((n, 6, 84, 84), np.uint8)
+        for i, half in enumerate(self.lit):
+            self.obs[i, :4, :, 42 * half : 42 * (half + 1)] = 255
+        if self.indicator:
+            self.obs[::2, 4] = self.obs[1::2, 5] = 255
+
+    def step(self, actions):
+        n = len(self.over)
+        self.scores = np.where(actions == 1 + (self.lit ^ np.arange(n) % 2), 1.0, -1.0)
+        Picture.means.append(self.scores.mean())
+        self.draw()
+        return self.scores, np.ones(n, bool), np.zeros(n, bool)
+
+    def state_dict(self):
+        return {}
+
+
+@pytest.fixture
+def picture(monkeypatch):
+    monkeypatch.setattr(script, "Envs", Picture)
+    monkeypatch.setattr(script.Run, "log_episode", lambda *row, **player: None)
+    monkeypatch.setattr(Picture, "means", [])
+
+
+def learn_picture(folder: Path, steps: int) -> float:
+    """Train; the mean reward of greedy actions on 64 pictures, as both players."""
+    flags = "--num-envs 8 --num-steps 64 --no-anneal-lr --num-threads 1 --no-cuda"
+    script.train(parse(f"{flags} --total-timesteps {steps} --run-dir {folder}"))
+    (agent, _), envs = script.load(folder, Picture(Args(), 2)), Picture(Args(seed=9), 128)
+    return envs.step(agent.act(envs.obs))[0].mean()
+
+
+def test_it_tells_the_players_apart(picture, tmp_path):
+    """Measured: 1.0 with seeds 1 to 3, in 6 CPU seconds."""
+    assert learn_picture(tmp_path / "run", 1536) > 0.9
+
+
+@pytest.mark.slow
+def test_drawn_actions_tell_them_apart_too_and_no_one_can_without_the_indicator(
+    picture, tmp_path, monkeypatch
+):
+    """Of the last 512 steps 0.98 (seed 1, 18 CPU seconds); without, never above 0.15."""
+    learn_picture(tmp_path / "run", 4608)
+    assert np.mean(Picture.means[-128:-1]) > 0.95
+    Picture.means.clear()
+    monkeypatch.setattr(Picture, "indicator", False)
+    assert abs(learn_picture(tmp_path / "blind", 4608)) < 0.05
+    assert max(np.mean(Picture.means[k : k + 64]) for k in range(0, 576, 64)) < 0.15
+
+
+# --- as a program ---------------------------------------------------------------------------------
+
+
+def test_defaults_are_cleanrl_s():
+    args = Args()
+    wanted = {
+        "env_id": "pong_v3", "total_timesteps": 20_000_000, "learning_rate": 2.5e-4,
+        "num_envs": 16, "num_steps": 128, "anneal_lr": True, "gamma": 0.99, "gae_lambda": 0.95,
+        "num_minibatches": 4, "update_epochs": 4, "norm_adv": True, "clip_coef": 0.1,
+        "clip_vloss": True, "ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5,
+        "target_kl": None, "batch_size": 2048, "minibatch_size": 512, "num_iterations": 9765,
+    }  # fmt: skip
+    assert {name: getattr(args, name) for name in wanted} == wanted
+
+
+WRONG = [
+    ("--learning-rate nan", "--learning-rate nan: not in"),
+    ("--num-envs 1", "--num-envs 0: not in 1 ..."),
+    ("--num-steps 1 --num-minibatches 2", "--minibatch-size 2: not in 4 ..."),
+    ("--eval-episodes 0", "--eval-episodes 0: not in 1 ..."),
+    ("--eval-interval 0", "--eval-interval 0: not in 1 ..."),
+    ("--env-id pong_v2", "--env-id pong_v2: No module named"),
+    ("--env-id quadrapong_v4", "--env-id quadrapong_v4: too many values to unpack"),
+    ("--env-id base_atari_env", "has no attribute 'parallel_env'"),
+    ("--resume nowhere", "nowhere: no checkpoint.pt that can be read"),
+    ("--resume run --run-dir new", "--resume goes on in its folder"),
+    ("--resume run --num-envs 8", "run goes on with its 4 environments of duel_v0"),
+    ("--resume run --env-id pong_v3", "run goes on with its 4 environments of duel_v0"),
+    ("--run-dir run", "a run is there: --resume run"),
+    ("--capture-video", "moviepy is not installed: pip install moviepy"),
+    ("--no-such-flag", "--no-such-flag"),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("place")
+
+
+@pytest.mark.parametrize(("flags", "says"), WRONG)
+def test_wrong_arguments_end_with_2_and_leave_nothing(flags, says, duel, place, monkeypatch, capfd):
+    installed(monkeypatch, moviepy=False)
+    monkeypatch.chdir(place)
+    if not Path("run").exists():
+        train(Path("run"), f"--env-id duel_v0 --total-timesteps {STEPS}")
+    before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
+    capfd.readouterr()
+    more = "" if "--env-id" in flags or "--resume" in flags else "--env-id duel_v0"
+    with pytest.raises(SystemExit) as end:
+        script.train(small(f"--total-timesteps {2 * STEPS} {more} {flags}"))
+    assert end.value.code == 2
+    err = " ".join(word for word in capfd.readouterr().err.split() if word != "│")
+    assert says in err
+    assert "Traceback" not in err
+    assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
+
+
+@pytest.mark.parametrize("package", ["pettingzoo", "multi_agent_ale_py", "ale_py"])
+def test_what_is_missing_is_one_line(package, monkeypatch, capsys):
+    installed(monkeypatch, **{package: False})
+    with pytest.raises(SystemExit) as end:
+        parse(SMALL)
+    assert end.value.code == 2
+    wanted = f"{NAME}.py: {package} is not installed: pip install {package}\n"
+    assert capsys.readouterr().err == wanted
+
+
+def test_what_is_not_finite_is_not_saved(duel, tmp_path, monkeypatch):
+    plain = script.rollout
+
+    def spoiled(agent, envs, run, args):
+        data = plain(agent, envs, run, args)
+        return data._replace(rewards=data.rewards * np.nan) if run.iteration == 2 else data
+
+    monkeypatch.setattr(script, "rollout", spoiled)
+    with pytest.raises(FloatingPointError, match="iteration 2: rewards is not finite"):
+        train(tmp_path / "run", "--env-id duel_v0")
+    assert script.load_checkpoint(tmp_path / "run")["iteration"] == 2
+    assert status(tmp_path / "run") == "failed"
+
+
+def test_a_program_by_itself(tmp_path):
+    """Copied alone into an empty folder, on a real game."""
+    copy = tmp_path / "copied.py"
+    copy.write_text((ROOT / f"{NAME}.py").read_text())
+    flags = f"{SMALL} --eval-interval 9 --total-timesteps {2 * STEPS} --run-dir run".split()
+    done = run(copy, *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "pong_v3 on cpu, 2 iterations, in run" in done.stdout + done.stderr
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (facts["status"], facts["global_step"]) == ("finished", 2 * STEPS)
