@@ -18,6 +18,7 @@ LINES = {
     "ppo_atari_lstm": 600,
     "ppo_procgen": 600,
     "ppo_pettingzoo_ma_atari": 600,
+    "ppo_continuous_action_warp": 923,
 }
 EVERY = pytest.mark.parametrize("script", LINES)
 
@@ -25,24 +26,26 @@ EVERY = pytest.mark.parametrize("script", LINES)
 # name is one text in all scripts that have it.
 CMA, KL, ATARI = "ppo_cma", "ppo_kl_adaptive", "ppo_atari_multigpu"
 LSTM, PROCGEN, DUEL = "ppo_atari_lstm", "ppo_procgen", "ppo_pettingzoo_ma_atari"
+WARP = "ppo_continuous_action_warp"
 GAMES = {LSTM, PROCGEN, DUEL}  # a state; levels; two players
 OWN = {
     **dict.fromkeys(["Args", "Agent", "Episodes", "make_env", "rollout", "update", "train"], LINES),
     "parse_args": {KL, ATARI, *GAMES},  # an environment without a flag; restarts; no modules
     "Envs": GAMES,
-    "mlp": {KL},
-    "make_envs": {KL},
-    "Rollout": {KL, ATARI, *GAMES},  # whole episodes; values of the policy that acted
+    "mlp": {KL, WARP},
+    "make_envs": {KL, WARP},
+    "gae": {WARP},  # of tensors
+    "Rollout": {KL, ATARI, WARP, *GAMES},  # whole episodes; values of the policy that acted
     "Batch": {ATARI, *GAMES},
     "ppo_loss": {CMA, ATARI, LSTM},  # without a value; a share of several processes
     "flat_adam": {ATARI},  # torch's Adam
-    "save": {CMA, KL, ATARI, *GAMES},
+    "save": {CMA, KL, ATARI, WARP, *GAMES},
     "load": {CMA, ATARI, *GAMES},
     "scale_rewards": {PROCGEN},  # its moments are one tensor
     "play": {DUEL},
-    "evaluate": {CMA, KL, ATARI, *GAMES},
+    "evaluate": {CMA, KL, ATARI, WARP, *GAMES},
     "compile_networks": {CMA, KL},
-    "Run": {ATARI, DUEL},  # of rank 0; returns of two players
+    "Run": {ATARI, WARP, DUEL},  # of rank 0; returns of two players
     "fail": {ATARI},
 }
 
@@ -72,7 +75,7 @@ def test_blocks_of_one_name_are_one_text():
         assert len(shared) <= 1, name
         assert not shared & {texts[script] for script in own}, name
     assert OWN.keys() <= set().union(*found.values())
-    for name in ("gae", "episode_seed", "load_checkpoint"):
+    for name in ("episode_seed", "load_checkpoint"):
         assert len({found[script][name] for script in LINES}) == 1
 
 

@@ -16,6 +16,10 @@ from benchmark.published import RESULTS, docs, tables
 
 SCRIPTS = sorted(path.stem for path in docs.DOCS.parent.glob("ppo*.py"))
 OTHERS = {  # a short run with all that is logged
+    "ppo_continuous_action_warp": (
+        "--env-id Pendulum-v1 --num-envs 2 --num-steps 210 --no-stagger-episodes --hidden 8 "
+        "--update-epochs 1 --no-cuda --total-timesteps 420"
+    ),
     "ppo_pettingzoo_ma_atari": f"{DUEL} --env-id duel_v0 --eval-interval 1 --total-timesteps 64",
 }
 EVERY = pytest.mark.parametrize("script", SCRIPTS)
