@@ -19,9 +19,14 @@ def test_every_folder_is_in_the_table():
     assert sorted(row[0] for row in ROWS) == sorted(
         p.name for p in POLICIES.iterdir() if p.is_dir()
     )
-    assert {"HalfCheetah-v4", "Walker2d-v4", "Hopper-v4", "Ant-v4", "CartPole-v1"} <= {
-        row[0] for row in ROWS
-    }
+    assert {
+        "Humanoid-v4",
+        "HalfCheetah-v4",
+        "Walker2d-v4",
+        "Hopper-v4",
+        "Ant-v4",
+        "CartPole-v1",
+    } <= {row[0] for row in ROWS}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])

@@ -52,6 +52,8 @@ def keep(run: Path) -> str:
     changed = {k: x for k, x in args.items() if x != getattr(module.Args(), k)}
     own = ("env_id", "seed", "batch_size", "minibatch_size", "num_iterations")
     more = " ".join(f"`{k}={x}`" for k, x in changed.items() if k not in own)
+    if content["status"] != "finished":
+        more += f" stopped before its {args['total_timesteps']:,} steps"
     row = {"env": args["env_id"], "script": script, "more": more, "seed": args["seed"]}
     row |= {"steps": saved["global_step"], "mean": np.mean(returns), "std": np.std(returns)}
     return ROW.format(**row)
