@@ -491,6 +491,7 @@ def test_14_ppo_cma_m_widens_then_contracts():
     assert -0.2 < reward[:, 8].mean() < -0.05
 
 
+@pytest.mark.slow
 def test_14_ppo_cma_widens_too():
     reward, sigma = quadratic("ppo-cma", 3)
     assert 0.30 < sigma.mean(axis=0).max() < 0.45
@@ -504,6 +505,7 @@ def test_14_ppo_shrinks_from_the_start():
     assert -0.12 < reward[:, 19].mean() < -0.04
 
 
+@pytest.mark.slow
 def test_14_pg_breaks_and_pg_pos_shrinks():
     assert quadratic("pg", 3)[0][:, 19].mean() < -4
     _, sigma = quadratic("pg-pos", 3)
