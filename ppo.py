@@ -33,7 +33,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -67,7 +67,6 @@ class Args:
 
     # Algorithm
     env_id: str = "CartPole-v1"  # a gymnasium id with Discrete or MultiDiscrete actions
-    env_backend: Literal["gymnasium", "async"] = "gymnasium"  # async: a process for each
     total_timesteps: int = 500_000  # steps in all environments, rounded down to iterations
     learning_rate: float = 1e-3  # Adam's, in the first iteration
     num_envs: int = 4  # environments played side by side
@@ -84,6 +83,7 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # largest norm of the gradient over all parameters
     target_kl: float | None = None  # no further epoch once the mean approx_kl of one exceeds it
+    action_masks: bool = True  # actions that an environment names invalid have probability 0
     batch_size: int = 0  # computed: num_envs * num_steps
     minibatch_size: int = 0  # computed: batch_size // num_minibatches
     num_iterations: int = 0  # computed: total_timesteps // batch_size
@@ -99,8 +99,6 @@ class Args:
             least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
-        if Path(self.exp_name).name != self.exp_name:
-            raise ValueError(f"--exp-name {self.exp_name}: a path, not a name")
         if self.resume and (self.run_dir or self.evaluate):
             raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
@@ -108,13 +106,11 @@ class Args:
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
 
-    def given(resume: Path | None = None, evaluate: Path | None = None, env_id: str = ""):
-        return resume or evaluate, env_id
+    def given(resume: Path | None = None, evaluate: Path | None = None):
+        return resume or evaluate
 
-    (folder, env_id), _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
+    folder, _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
     saved = load_checkpoint(folder)["args"] if folder else Args()
-    if ":" in saved.env_id and env_id != saved.env_id:
-        fail(f"{folder} runs a module's code; if you trust it, add --env-id {saved.env_id}")
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
     if args.resume and args.num_envs != saved.num_envs:
         fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
@@ -131,25 +127,21 @@ def fail(message: str):
 
 
 # --- environments ---------------------------------------------------------------------------------
-def make_env(env_id: str, video_folder: Path | None = None) -> gym.Env:
+def make_env(env_id: str, **options) -> gym.Env:
     """A gymnasium environment with flat observations; one clear line if there is no such thing."""
     gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
-    more = {"render_mode": "rgb_array"} if video_folder else {}  # not every environment takes it
     try:
-        env = gym.make(env_id, disable_env_checker=True, **more)
-        space, actions = env.observation_space, env.action_space
-        pixels = space.dtype == np.uint8 and len(space.shape) > 1
-        if pixels or not space.is_np_flattenable:
-            raise NotImplementedError(f"observations are {space}, not a vector")
-        if not hasattr(actions, "n") and not hasattr(actions, "nvec"):
-            raise NotImplementedError(f"actions are {actions}: see ppo_continuous_action.py")
-        if not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1):
-            env = gym.wrappers.FlattenObservation(env)
+        env = gym.make(env_id, disable_env_checker=True, **options)
     except (gym.error.Error, ImportError, NotImplementedError) as error:
-        fail(f"--env-id {env_id}: {error} (Atari games: ppo_atari_multigpu.py)")
-    if video_folder:
-        env = gym.wrappers.RecordVideo(env, str(video_folder), lambda _: True, disable_logger=True)
-    return env
+        fail(f"--env-id {env_id}: {error} (your own: module:Id; Atari: ppo_atari_multigpu.py)")
+    space, actions = env.observation_space, env.action_space
+    pixels = space.dtype == np.uint8 and len(space.shape) > 1
+    discrete = hasattr(actions, "n") or hasattr(actions, "nvec")
+    if pixels or not space.is_np_flattenable or not discrete:
+        hint = "a vector and choices wanted; boxes: ppo_continuous_action.py"
+        fail(f"--env-id {env_id}: {space}, {actions}: {hint}; pixels: ppo_atari_multigpu.py")
+    vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
+    return env if vector else gym.wrappers.FlattenObservation(env)
 
 
 def episode_seed(*key: int) -> int:
@@ -158,65 +150,51 @@ def episode_seed(*key: int) -> int:
 
 
 class Episodes(gym.Wrapper):
-    """Seeds every episode by (seed, environment, episode), starts the next one by itself, and keeps
-    the actions of the running one, so that a resumed run can play it again.
+    """Seeds every episode, starts the next one by itself, and keeps the actions of the running one,
+    so that a resumed run can play it again.
 
     Autoreset is "next step": the step that ends an episode returns its true last observation; the
     next one ignores its action and returns a new episode's first observation with reward 0.
     """
 
-    def __init__(self, env: gym.Env, seed: int, index: int):
+    def __init__(self, env: gym.Env, args: Args, index: int):
         super().__init__(env)
-        self.seed, self.index, self.episode, self.over = seed, index, -1, False
+        self.args, self.index, self.episode = args, index, -1
         self.shape, self.first = self.action_space.shape, getattr(self.action_space, "start", 0)
-        self.ended = []  # return and length of the episodes that ended in this rollout
+        self.space = self.unwrapped.observation_space  # perhaps a Dict, which comes flattened
 
     def reset(self, **kwargs):
         self.episode, self.over, self.actions, self.rewards = self.episode + 1, False, [], []
-        return self.env.reset(seed=episode_seed(self.seed, self.index, self.episode))
+        obs, info = self.env.reset(seed=episode_seed(self.args.seed, self.index, self.episode))
+        self.obs = self.with_mask(obs, info)
+        return self.obs, info
+
+    def with_mask(self, obs: np.ndarray, info: dict) -> np.ndarray:
+        """The observation [D] and, if there is one, its mask of valid choices [sum of branches]."""
+        mask = info.get("action_mask", info.get("legal_action_mask"))
+        if "action_mask" in getattr(self.space, "spaces", ()):
+            mask = gym.spaces.unflatten(self.space, obs)["action_mask"]
+        parts = (obs,) if mask is None or not self.args.action_masks else (obs, np.hstack(mask))
+        return np.concatenate(parts, dtype=np.float32, casting="unsafe")
 
     def step(self, action: np.ndarray):
         """Take an action [branches], in each of which choices are counted from 0."""
         if self.over:
-            obs, info = self.reset()
-            return obs, 0.0, False, False, info
+            return self.reset()[0], 0.0, False, False, {}
         choice = action.reshape(self.shape) + self.first
         obs, reward, terminated, truncated, info = self.env.step(choice)
+        self.obs, reward = self.with_mask(obs, info), float(np.asarray(reward).item())
         self.actions.append(action)
-        self.rewards.append(float(np.asarray(reward).item()))  # from any shape or type
+        self.rewards.append(reward)
         self.over = bool(terminated or truncated)
-        if self.over:
-            self.ended.append((math.fsum(self.rewards), len(self.rewards)))
-        return obs, self.rewards[-1], bool(terminated), bool(truncated), info
+        return self.obs, reward, bool(terminated), bool(truncated), info
 
-    def replay(self, episodes: list[int], actions: list[np.ndarray]):
-        """Play the given actions of the given episode again."""
-        self.episode = episodes[self.index] - 1
+    def replay(self, episode: int, actions: torch.Tensor):
+        """Play the actions [t, A] of an episode again."""
+        self.episode = episode - 1
         self.reset()
-        for action in actions[self.index]:
+        for action in actions.numpy():
             self.step(action)
-        self.ended = []
-
-
-class SyncEnvs(gym.vector.SyncVectorEnv):
-    """gymnasium's, with a step that takes less time."""
-
-    def step(self, actions):
-        return zip(*[env.step(a) for env, a in zip(self.envs, actions, strict=True)], strict=True)
-
-
-def make_envs(args: Args) -> gym.vector.VectorEnv:
-    """The environments, stepped by this process or each by one of its own."""
-
-    trainer = os.getpid()
-
-    def make(i: int) -> gym.Env:
-        if os.getpid() != trainer:
-            os.setpgrp()  # signals to the group, as Ctrl-C's, are for the process that trains
-        return Episodes(make_env(args.env_id), args.seed, i)
-
-    vector = gym.vector.AsyncVectorEnv if args.env_backend == "async" else SyncEnvs
-    return vector([lambda i=i: make(i) for i in range(args.num_envs)])
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -231,35 +209,34 @@ def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
 
 
 class Agent(nn.Module):
-    """Policy and value function. An action is a choice in each of one or more branches, independent
-    given the observation.
+    """Policy and value function in environments with the observation_space and action_space of
+    `env`. An action is a choice in each of one or more branches, independent of each other."""
 
-    `envs` is anything with gymnasium's observation_space and action_space, single or vectorised.
-    """
-
-    def __init__(self, envs, args: Args | None = None):
+    def __init__(self, env, args: Args | None = None):
         super().__init__()
-        args, single = args or Args(), "single_" if hasattr(envs, "single_action_space") else ""
-        (dim,) = getattr(envs, f"{single}observation_space").shape
-        space = getattr(envs, f"{single}action_space")
+        args, space = args or Args(), env.action_space
+        (self.dim,) = env.observation_space.shape
         self.action_shape, self.first = space.shape, getattr(space, "start", 0)
         # how many choices each branch has: a Discrete space is one branch, a MultiBinary n of two
         self.choices = np.ravel(getattr(space, "nvec", getattr(space, "n", 2))).tolist()
         if isinstance(space, gym.spaces.MultiBinary):
             self.choices = [2] * math.prod(space.shape)
         # separate networks (detail 13)
-        self.critic = mlp(dim, 1, gain=1.0)
-        self.actor = mlp(dim, sum(self.choices), gain=0.01)
+        self.critic = mlp(self.dim, 1, gain=1.0)
+        self.actor = mlp(self.dim, sum(self.choices), gain=0.01)
         self.rng = np.random.default_rng(args.seed)  # of actions and minibatches
 
     def get_value(self, obs: torch.Tensor) -> torch.Tensor:
         """V [...] at observations [..., D]."""
-        return self.critic(obs).squeeze(-1)
+        return self.critic(obs[..., : self.dim]).squeeze(-1)
 
     def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor | None = None):
         """Action [B, A] (sampled unless given), its log-probability [B], entropy [B] and value [B]
         at observations [B, D]. Those of its A branches add up (MultiDiscrete detail 1)."""
-        logprobs = [part.log_softmax(-1) for part in self.actor(obs).split(self.choices, dim=-1)]
+        scores = self.actor(obs[..., : self.dim])
+        if obs.shape[-1] > self.dim:  # behind an observation may be its mask of valid choices
+            scores = scores.where(obs[..., self.dim :] > 0, -1e8)
+        logprobs = [part.log_softmax(-1) for part in scores.split(self.choices, dim=-1)]
         if action is None:
             sample = [torch.distributions.Categorical(logits=part).sample() for part in logprobs]
             action = torch.stack(sample, dim=-1)
@@ -267,7 +244,7 @@ class Agent(nn.Module):
         for part, choice in zip(logprobs, action.unbind(dim=-1), strict=True):
             logprob = logprob + part.gather(-1, choice.unsqueeze(-1)).squeeze(-1)
             entropy = entropy - (part.exp() * part).sum(dim=-1)
-        return action, logprob, entropy, self.critic(obs).squeeze(-1)
+        return action, logprob, entropy, self.get_value(obs)
 
     forward = get_action_and_value
 
@@ -279,10 +256,12 @@ class Agent(nn.Module):
         ends = np.cumsum(self.choices)[:-1]
 
         def act(obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
-            x = obs
+            x = obs[:, : self.dim]
             for w, b in zip(hidden[::2], hidden[1::2], strict=True):
                 x = np.tanh(x @ w + b)
             scores = x @ weight + bias
+            if obs.shape[1] > self.dim:
+                scores = np.where(obs[:, self.dim :] > 0, scores, np.float32(-1e8))
             scores = scores if noise is None else scores + noise
             if len(ends) == 0:
                 return scores.argmax(axis=-1)[..., None]
@@ -327,33 +306,23 @@ class Rollout(NamedTuple):
     # ignored and the reward is none, but its observation is the episode's true last one
 
 
-class Batch(NamedTuple):
-    obs: torch.Tensor  # [B, D], raw
-    actions: torch.Tensor  # [B, A]
-    logprobs: torch.Tensor  # [B], of the policy that acted
-    advantages: torch.Tensor  # [B]
-    returns: torch.Tensor  # [B]
-    values: torch.Tensor  # [B], before the update
-
-
-def ppo_loss(agent: Agent, parameters: dict[str, torch.Tensor], batch: Batch, args: Args):
-    """The clipped objective (Schulman et al. 2017, eq. 9), and what is logged of it."""
-    given = batch.obs, batch.actions
-    _, logprob, entropy, value = torch.func.functional_call(agent, parameters, given)
-    logratio = logprob - batch.logprobs
+def ppo_loss(agent, args, obs, actions, old_logprobs, advantages, returns, old_values):
+    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and what is
+    logged of it. Old is what policy and value function gave before the update."""
+    _, logprob, entropy, value = agent(obs, actions)
+    logratio = logprob - old_logprobs
     ratio = logratio.exp()
 
-    advantages = batch.advantages  # normalized per minibatch (detail 7)
-    if args.norm_adv:
+    if args.norm_adv:  # per minibatch (detail 7)
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     # clipped surrogate (detail 8)
     clipped = ratio.clamp(1.0 - args.clip_coef, 1.0 + args.clip_coef)
     policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
 
-    error = (value - batch.returns).square()
+    error = (value - returns).square()
     if args.clip_vloss:  # value clipping (detail 9)
-        near = batch.values + (value - batch.values).clamp(-args.clip_coef, args.clip_coef)
-        error = torch.max(error, (near - batch.returns).square())
+        near = old_values + (value - old_values).clamp(-args.clip_coef, args.clip_coef)
+        error = torch.max(error, (near - returns).square())
     value_loss = 0.5 * error.mean()
 
     entropy = entropy.mean()  # whose bonus encourages exploration (detail 10)
@@ -366,22 +335,18 @@ def ppo_loss(agent: Agent, parameters: dict[str, torch.Tensor], batch: Batch, ar
 
 def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
     """Adam's state for all parameters as one vector [P]. The agent's become views of it: one tensor
-    to clip, compile and step, not many."""
+    to clip and step, not many."""
     vector = nn.utils.parameters_to_vector(agent.parameters()).detach()
     nn.utils.vector_to_parameters(vector, agent.parameters())
-    moments = {"exp_avg": torch.zeros_like(vector), "exp_avg_sq": torch.zeros_like(vector)}
-    return {"parameters": vector, "steps": vector.new_zeros(()), **moments}
+    state = {name: torch.zeros_like(vector) for name in ("exp_avg", "exp_avg_sq")}
+    return {"parameters": vector, "steps": vector.new_zeros(()), **state}
 
 
-def minibatch_step(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
-    """One step of Adam (Kingma & Ba 2015, algorithm 1) on the rows [M] of the batch; metrics"""
-    minibatch = Batch(*(x[rows] for x in batch))
-    vector = adam["parameters"].detach().requires_grad_()
-    names, parameters = zip(*agent.named_parameters(), strict=True)
-    parts = vector.split([p.numel() for p in parameters])
-    views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
-    loss, metrics = ppo_loss(agent, dict(zip(names, views, strict=True)), minibatch, args)
-    (grad,) = torch.autograd.grad(loss, vector)
+def minibatch_step(agent: Agent, adam: dict, batch: tuple, rows, learning_rate, args: Args):
+    """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; the metrics."""
+    loss, metrics = ppo_loss(agent, args, *[x[rows] for x in batch])
+    grads = torch.autograd.grad(loss, list(agent.parameters()))
+    grad = torch.cat([each.flatten() for each in grads])
     with torch.no_grad():
         norm = grad.norm()  # over all parameters (detail 11)
         grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -403,9 +368,9 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
         _, logprobs, _, _ = agent(obs[:-1], actions)
     numbers = data.rewards, values.cpu().double().numpy(), data.terminated, data.truncated
     advantages = torch.tensor(gae(*numbers, args.gamma, args.gae_lambda)).to(values)  # detail 5
-    values = values[:-1]
-    fields = obs[:-1], actions, logprobs, advantages, advantages + values, values
-    batch = Batch(*(x.flatten(0, 1) for x in fields))  # B = T * N
+    obs, values, returns = obs[:-1], values[:-1], advantages + values[:-1]
+    fields = obs, actions, logprobs, advantages, returns, values
+    batch = [x.flatten(0, 1) for x in fields]  # [B, ...], B = T * N
 
     rows, steps = np.flatnonzero(data.valid), []  # what is learned from; metrics of each step
     learning_rate = torch.tensor(learning_rate, device=device)
@@ -419,33 +384,30 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
     means = torch.stack(steps).mean(dim=0).tolist()
-    residual, targets = (batch.returns - batch.values)[rows], batch.returns[rows]
-    unexplained = residual.var(correction=0) / targets.var(correction=0).clamp(min=1e-12)
+    residual, returns = (returns - values)[data.valid], returns[data.valid]
+    unexplained = residual.var(correction=0) / returns.var(correction=0).clamp(min=1e-12)
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
     metrics["losses/explained_variance"] = 1.0 - unexplained.item()
     return metrics
 
 
 # --- rollout --------------------------------------------------------------------------------------
-def rollout(agent: Agent, envs, at: dict, run: "Run", args: Args) -> Rollout:
-    """Take `num_steps` steps in every environment, going on `at` where the last rollout stopped
+def rollout(agent: Agent, envs: list[Episodes], run: "Run", args: Args) -> Rollout:
+    """Take `num_steps` steps in every environment, going on where the last rollout stopped
     (detail 1)."""
     T, N = args.num_steps, args.num_envs
-    obs, actions = np.zeros((T + 1, *at["obs"].shape), np.float32), []
+    obs, actions = np.zeros((T + 1, N, *envs[0].obs.shape), np.float32), []
     rewards, (terminated, truncated, valid) = np.zeros((T, N)), np.zeros((3, T, N), bool)
-    obs[0], noise, act = at["obs"], agent.noise(T, N), agent.numpy_actor()
+    obs[0], noise, act = [env.obs for env in envs], agent.noise(T, N), agent.numpy_actor()
     for t in range(T):
-        valid[t] = ~at["over"]
+        valid[t] = [not env.over for env in envs]
+        run.global_step += int(valid[t].sum())
         actions.append(act(obs[t], noise[t]))
-        obs[t + 1], rewards[t], terminated[t], truncated[t], _ = envs.step(actions[t])
-        at["over"] = terminated[t] | truncated[t]
-    at["obs"] = obs[T]
-    steps = run.global_step + valid.sum(axis=1).cumsum()
-    ended = [iter(episodes) for episodes in envs.get_attr("ended")]
-    for t, i in np.argwhere(terminated | truncated):
-        run.log_episode(int(steps[t]), *next(ended[i]))
-    envs.set_attr("ended", [[] for _ in range(N)])
-    run.global_step = int(steps[-1])
+        for i, env in enumerate(envs):
+            step = env.step(actions[t][i])
+            obs[t + 1, i], rewards[t, i], terminated[t, i], truncated[t, i], _ = step
+            if env.over:
+                run.log_episode(run.global_step, math.fsum(env.rewards), len(env.rewards))
     return Rollout(obs, np.stack(actions), rewards, terminated, truncated, valid)
 
 
@@ -465,20 +427,18 @@ class Run:
         if args.track:
             import wandb  # before the writer, which it follows
 
-            more = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **more)
+            project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **project)
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
-        self.global_step = checkpoint.get("global_step", 0)
-        self.iteration = checkpoint.get("iteration", 0)
-        self.start = time.monotonic() - checkpoint.get("seconds", 0.0)
+        self.global_step, self.iteration, seconds, size = checkpoint.get("counters", (0, 0, 0.0, 0))
+        self.start = time.monotonic() - seconds
         # what was logged after the checkpoint goes: it will be logged again
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
         self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
-        self.csv.truncate(self.csv.seek(min(checkpoint.get("csv_size", 0), self.csv.tell())))
+        self.csv.truncate(self.csv.seek(min(size, self.csv.tell())))
         if self.csv.tell() == 0:
             self.csv.write("global_step,seconds,return,length\n")
-        more = {"unit": "step", "unit_scale": True, "disable": None, "leave": False}
-        self.bar = tqdm(total=args.total_timesteps, initial=self.global_step, **more)
+        self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
     def seconds(self) -> float:
@@ -505,25 +465,23 @@ class Run:
         content |= {"wall_seconds": round(self.seconds(), 2), "final_return": final_return}
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
 
-    def close(self, status: str) -> float:
+    def close(self, status: str) -> float | None:
         """Close the logs; the mean return of the last 100 training episodes."""
         for log in (self.bar, self.writer, self.csv):
             log.close()
         rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
-        returns = [float(row.split(",")[2]) for row in rows[-100:]]
-        self.write_json(status, np.mean(returns) if returns else None)
-        return np.mean(returns) if returns else math.nan
+        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
+        self.write_json(status, final)
+        return final
 
 
-def save(run: Run, agent: Agent, envs, at: dict):
+def save(run: Run, agent: Agent, envs: list[Episodes]):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
     content = {"args": vars(run.args), "agent": agent.state_dict(), "adam": agent.adam}
-    content |= {"rng": agent.rng.bit_generator.state, "episodes": envs.get_attr("episode")}
-    content["actions"] = [torch.tensor(np.array(each)) for each in envs.get_attr("actions")]
-    content["at"] = {name: torch.tensor(array) for name, array in at.items()}
-    content |= {"global_step": run.global_step, "iteration": run.iteration}
-    content |= {"seconds": run.seconds(), "csv_size": run.csv.tell()}
+    content |= {"rng": agent.rng.bit_generator.state, "episodes": [env.episode for env in envs]}
+    content["actions"] = [torch.tensor(np.array(env.actions)) for env in envs]
+    content["counters"] = run.global_step, run.iteration, run.seconds(), run.csv.tell()
     torch.save(content, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
@@ -532,19 +490,19 @@ def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
     try:
         content = torch.load(Path(folder) / "checkpoint.pt", map_location="cpu", weights_only=True)
-        return content | {"args": Args(**content["args"])}
+        args = Args(**content["args"])
     except Exception as error:  # damage shows in many ways
         fail(f"{folder}: no checkpoint.pt that can be read: {error!r}")
+    args.env_id = args.env_id.split(":")[-1]  # a module's code runs if the command line names it
+    return content | {"args": args}
 
 
-def load(folder: Path, envs=None) -> tuple[Agent, Args]:
-    """The agent saved in a run's folder, and the run's arguments. `envs` is what it shall act in;
-    by default one environment of the run's id, unless that names a module: it would be run."""
+def load(folder: Path, env=None) -> tuple[Agent, Args]:
+    """The agent saved in a run's folder, and the run's arguments. `env` is what it shall act in; by
+    default one of the run's id, which is looked up without its module."""
     checkpoint = load_checkpoint(folder)
     args = checkpoint["args"]
-    if envs is None and ":" in args.env_id:
-        raise ValueError(f"{folder}: runs the code of {args.env_id}; if you trust it, give envs")
-    agent = Agent(envs or make_env(args.env_id), args)
+    agent = Agent(env or make_env(args.env_id), args)
     try:
         agent.load_state_dict(checkpoint["agent"])
     except RuntimeError as error:
@@ -555,15 +513,20 @@ def load(folder: Path, envs=None) -> tuple[Agent, Args]:
 def evaluate(args: Args) -> list[float]:
     """Play `eval_episodes` greedily with the agent saved in `args.evaluate`; print each return and,
     with `capture_video`, record them into its videos/. Writes nothing else."""
-    torch.set_num_threads(args.num_threads)
-    env = make_env(args.env_id, args.evaluate / "videos" if args.capture_video else None)
-    env = Episodes(env, episode_seed(args.seed, 2**31), 0)
-    (agent, _), returns = load(args.evaluate, env), []
-    act = agent.numpy_actor()
+    if args.capture_video and sys.platform == "linux":
+        os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
+    env = make_env(args.env_id, **{"render_mode": "rgb_array"} if args.capture_video else {})
+    if hasattr(env.unwrapped, "mujoco_renderer") and env.unwrapped.model.ncam:
+        env.unwrapped.mujoco_renderer.camera_id = 0  # follows the robot
+    if args.capture_video:
+        videos = str(args.evaluate / "videos")
+        env = gym.wrappers.RecordVideo(env, videos, lambda _: True, disable_logger=True)
+    env = Episodes(env, replace(args, seed=episode_seed(args.seed, 2**31)), 0)
+    act, returns = load(args.evaluate, env)[0].numpy_actor(), []
     for episode in range(args.eval_episodes):
         obs, _ = env.reset()
         while not env.over:
-            obs, *_ = env.step(act(np.float32(obs)[None])[0])
+            obs, *_ = env.step(act(obs[None])[0])
         returns.append(math.fsum(env.rewards))
         print(f"eval_episode={episode}, episodic_return={returns[-1]:.2f}", flush=True)
     env.close()
@@ -580,14 +543,13 @@ def compile_step(agent: Agent, args: Args):
     # the shapes and types of an agent do not change, but for the number of rows: no guards
     options = {"guard_filter_fn": lambda guards: [False] * len(guards), "cpp.vec_isa_ok": True}
     options |= {"cpp_wrapper": agent.adam["steps"].is_cpu, "triton.cudagraphs": args.cudagraphs}
+    options |= {"cpp.use_decompose_tanh": True}  # by exp: faster
     try:
         torch._dynamo.config.trace_autograd_ops = True
         torch.compile(lambda x: x + 1, options=options)(agent.adam["steps"])
-    except Exception as error:  # whatever a missing or broken compiler raises
+    except Exception as error:  # whatever a missing, old or broken compiler raises
         print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
         return minibatch_step
-    if hasattr(torch._inductor.config.cpp, "use_decompose_tanh"):  # by exp, as torch 2.7 does
-        options["cpp.use_decompose_tanh"] = True
     for tensor in agent.adam.values() if args.cudagraphs else ():  # which change these in place
         torch._dynamo.mark_static_address(tensor, guard=False)
     torch.compiler.config.dynamic_sources = "L['rows']"  # minibatches of any size, compiled once
@@ -600,22 +562,21 @@ def train(args: Args) -> Path:
     torch.backends.cudnn.deterministic = args.torch_deterministic
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
-    envs = make_envs(args)
+    envs = [Episodes(make_env(args.env_id), args, i) for i in range(args.num_envs)]
     torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-    agent = load(args.resume, envs)[0] if args.resume else Agent(envs, args)
-    agent.to(device)
-    agent.adam = flat_adam(agent)
-    at = {"obs": envs.reset()[0], "over": np.zeros(args.num_envs, bool)}
-    if checkpoint:
+    agent = load(args.resume, envs[0])[0] if args.resume else Agent(envs[0], args)
+    agent.adam = flat_adam(agent.to(device))
+    for env in envs:
+        env.reset()
+    if args.resume:
         for name, value in agent.adam.items():
             value.copy_(checkpoint["adam"][name])
         agent.rng.bit_generator.state = checkpoint["rng"]
-        envs.call("replay", checkpoint["episodes"], [x.numpy() for x in checkpoint["actions"]])
-        at = {name: x.numpy() for name, x in checkpoint["at"].items()}
+        for env, *running in zip(envs, checkpoint["episodes"], checkpoint["actions"], strict=True):
+            env.replay(*running)
     step = compile_step(agent, args)
     run = Run(args, checkpoint)
-    how = f"{device}, {'eager' if step is minibatch_step else 'compiled'}"
-    run.bar.write(f"{args.env_id} on {how}, {args.num_iterations} iterations, in {run.folder}")
+    run.bar.write(f"{args.env_id} on {device}, {args.num_iterations} iterations, in {run.folder}")
     stop, status = [], "failed"
 
     def handler(number, frame):  # ends training after this iteration; the next signal acts at once
@@ -626,12 +587,12 @@ def train(args: Args) -> Path:
     signals = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)}
     before = {number: signal.signal(number, handler) for number in signals}
     try:
-        save(run, agent, envs, at)
+        save(run, agent, envs)
         while run.iteration < args.num_iterations and not stop:
             # learning-rate annealing (detail 4)
             remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
             learning_rate = remaining * args.learning_rate
-            data = rollout(agent, envs, at, run, args)
+            data = rollout(agent, envs, run, args)
             metrics = update(agent, data, learning_rate, args, step)
             checked = {"observations": data.obs, "rewards": data.rewards} | metrics
             for name, x in (checked | agent.state_dict()).items():
@@ -639,8 +600,8 @@ def train(args: Args) -> Path:
                     raise FloatingPointError(f"iteration {run.iteration}: {name} is not finite")
             run.log(metrics | {"charts/learning_rate": learning_rate})
             if run.iteration % args.checkpoint_interval == 0:
-                save(run, agent, envs, at)
-        save(run, agent, envs, at)
+                save(run, agent, envs)
+        save(run, agent, envs)
         status = "running" if run.iteration < args.num_iterations else "finished"
     finally:
         final = run.close(status)
@@ -651,9 +612,9 @@ def train(args: Args) -> Path:
     if status == "running":
         print(f"go on with: {script} --resume {folder}")
         raise SystemExit(128 + stop[0])
-    print(f"return {final:.2f} over the last 100 episodes; play: {script} --evaluate {folder}")
+    print(f"return {final} over the last 100 episodes; play: {script} --evaluate {folder}")
     if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
+        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
         evaluate(replace(run.args, evaluate=run.folder))
     return run.folder

@@ -103,8 +103,6 @@ class Args:
             least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
-        if Path(self.exp_name).name != self.exp_name:
-            raise ValueError(f"--exp-name {self.exp_name}: a path, not a name")
         if self.resume and (self.run_dir or self.evaluate):
             raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
@@ -421,20 +419,18 @@ class Run:
         if args.track:
             import wandb  # before the writer, which it follows
 
-            more = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **more)
+            project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **project)
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
-        self.global_step = checkpoint.get("global_step", 0)
-        self.iteration = checkpoint.get("iteration", 0)
-        self.start = time.monotonic() - checkpoint.get("seconds", 0.0)
+        self.global_step, self.iteration, seconds, size = checkpoint.get("counters", (0, 0, 0.0, 0))
+        self.start = time.monotonic() - seconds
         # what was logged after the checkpoint goes: it will be logged again
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
         self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
-        self.csv.truncate(self.csv.seek(min(checkpoint.get("csv_size", 0), self.csv.tell())))
+        self.csv.truncate(self.csv.seek(min(size, self.csv.tell())))
         if self.csv.tell() == 0:
             self.csv.write("global_step,seconds,return,length\n")
-        more = {"unit": "step", "unit_scale": True, "disable": None, "leave": False}
-        self.bar = tqdm(total=args.total_timesteps, initial=self.global_step, **more)
+        self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
     def seconds(self) -> float:
@@ -461,22 +457,22 @@ class Run:
         content |= {"wall_seconds": round(self.seconds(), 2), "final_return": final_return}
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
 
-    def close(self, status: str) -> float:
+    def close(self, status: str) -> float | None:
         """Close the logs; the mean return of the last 100 training episodes."""
         for log in (self.bar, self.writer, self.csv):
             log.close()
         rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
-        returns = [float(row.split(",")[2]) for row in rows[-100:]]
-        self.write_json(status, np.mean(returns) if returns else None)
-        return np.mean(returns) if returns else math.nan
+        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
+        self.write_json(status, final)
+        return final
 
 
 def save(run: Run, agent: Agent):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    content = {"args": vars(run.args), "agent": agent.state_dict(), "iteration": run.iteration}
-    content |= {"optimizer": agent.adam.state_dict(), "global_step": run.global_step}
-    content |= {"seconds": run.seconds(), "csv_size": run.csv.tell()}
+    content = {"args": vars(run.args), "agent": agent.state_dict()}
+    content["optimizer"] = agent.adam.state_dict()
+    content["counters"] = run.global_step, run.iteration, run.seconds(), run.csv.tell()
     torch.save(content, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
@@ -485,9 +481,11 @@ def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
     try:
         content = torch.load(Path(folder) / "checkpoint.pt", map_location="cpu", weights_only=True)
-        return content | {"args": Args(**content["args"])}
+        args = Args(**content["args"])
     except Exception as error:  # damage shows in many ways
         fail(f"{folder}: no checkpoint.pt that can be read: {error!r}")
+    args.env_id = args.env_id.split(":")[-1]  # a module's code runs if the command line names it
+    return content | {"args": args}
 
 
 def load(folder: Path, envs=None) -> tuple[Agent, Args]:
@@ -544,7 +542,7 @@ def train(args: Args) -> Path:
     torch.backends.cudnn.deterministic = args.torch_deterministic
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
-    envs = Envs(args, slice(None), checkpoint.get("iteration", 0), args.env_threads or cores)
+    envs = Envs(args, slice(None), checkpoint.get("counters", (0, 0))[1], args.env_threads or cores)
     torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
     agent = Agent(envs.vector, args).to(device)
     agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # (detail 3)
@@ -589,7 +587,7 @@ def train(args: Args) -> Path:
         raise SystemExit(128 + stop[0])
     print(f"return {final:.2f} over the last 100 episodes; play: {script} --evaluate {folder}")
     if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
+        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
         evaluate(replace(run.args, evaluate=run.folder))
     return run.folder

@@ -120,8 +120,6 @@ class Args:
             raise ValueError("--evaluate plays in one process")
         if self.num_envs % self.world_size:
             raise ValueError(f"--num-envs {self.num_envs}: not the same for each process")
-        if Path(self.exp_name).name != self.exp_name:
-            raise ValueError(f"--exp-name {self.exp_name}: a path, not a name")
         if self.resume and (self.run_dir or self.evaluate):
             raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
@@ -312,11 +310,10 @@ METRICS = (
 )  # fmt: skip
 
 
-def ppo_loss(agent: Agent, parameters: dict[str, torch.Tensor], batch: Batch, moments, args: Args):
+def ppo_loss(agent: Agent, batch: Batch, moments: torch.Tensor, args: Args):
     """The clipped objective (Schulman et al. 2017, eq. 9), and the METRICS but for grad_norm: of a
     minibatch with these `advantage_moments`, this process's shares, which add up to the whole."""
-    given = batch.obs, batch.actions
-    _, logprob, entropy, value = torch.func.functional_call(agent, parameters, given)
+    _, logprob, entropy, value = agent(batch.obs, batch.actions)
     logratio = logprob - batch.logprobs
     ratio = logratio.exp()
     centre, deviation, total = moments
@@ -355,13 +352,9 @@ def flat_adam(agent: Agent) -> torch.optim.Adam:
 
 def minibatch_grad(agent: Agent, minibatch: Batch, moments: torch.Tensor, args: Args):
     """This process's share of the gradient [P], followed by that of the METRICS [6]."""
-    vector = agent.vector.detach().requires_grad_()
-    names, parameters = zip(*agent.named_parameters(), strict=True)
-    parts = vector.split([p.numel() for p in parameters])
-    views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
-    loss, metrics = ppo_loss(agent, dict(zip(names, views, strict=True)), minibatch, moments, args)
-    (grad,) = torch.autograd.grad(loss, vector)
-    return torch.cat([grad, torch.stack(metrics).detach()])
+    loss, metrics = ppo_loss(agent, minibatch, moments, args)
+    grads = torch.autograd.grad(loss, list(agent.parameters()))
+    return torch.cat([*(grad.flatten() for grad in grads), torch.stack(metrics).detach()])
 
 
 def minibatch_rows(iteration: int, which: slice, args: Args, device="cpu") -> list[list]:
@@ -458,9 +451,8 @@ class Run:
     """A run's counters, its folder and, in rank 0, its logs."""
 
     def __init__(self, args: Args, checkpoint: dict):
-        self.global_step = checkpoint.get("global_step", 0)
-        self.iteration = checkpoint.get("iteration", 0)
-        self.start = time.monotonic() - checkpoint.get("seconds", 0.0)
+        self.global_step, self.iteration, seconds, size = checkpoint.get("counters", (0, 0, 0.0, 0))
+        self.start = time.monotonic() - seconds
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
         self.folder = args.resume or args.run_dir or Path("runs") / name
         if RANK > 0:
@@ -481,11 +473,10 @@ class Run:
         # what was logged after the checkpoint goes: it will be logged again
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
         self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
-        self.csv.truncate(self.csv.seek(min(checkpoint.get("csv_size", 0), self.csv.tell())))
+        self.csv.truncate(self.csv.seek(min(size, self.csv.tell())))
         if self.csv.tell() == 0:
             self.csv.write("global_step,seconds,return,length\n")
-        more = {"unit": "step", "unit_scale": True, "disable": None, "leave": False}
-        self.bar = tqdm(total=args.total_timesteps, initial=self.global_step, **more)
+        self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
     def seconds(self) -> float:
@@ -524,9 +515,9 @@ class Run:
 def save(run: Run, agent: Agent):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    content = {"args": vars(run.args), "agent": agent.state_dict(), "iteration": run.iteration}
-    content |= {"optimizer": agent.adam.state_dict(), "global_step": run.global_step}
-    content |= {"seconds": run.seconds(), "csv_size": run.csv.tell()}
+    content = {"args": vars(run.args), "agent": agent.state_dict()}
+    content["optimizer"] = agent.adam.state_dict()
+    content["counters"] = run.global_step, run.iteration, run.seconds(), run.csv.tell()
     torch.save(content, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
@@ -535,9 +526,11 @@ def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
     try:
         content = torch.load(Path(folder) / "checkpoint.pt", map_location="cpu", weights_only=True)
-        return content | {"args": Args(**content["args"])}
+        args = Args(**content["args"])
     except Exception as error:  # damage shows in many ways
         fail(f"{folder}: no checkpoint.pt that can be read: {error!r}")
+    args.env_id = args.env_id.split(":")[-1]  # a module's code runs if the command line names it
+    return content | {"args": args}
 
 
 def load(folder: Path, envs=None) -> tuple[Agent, Args]:
@@ -648,7 +641,9 @@ def train(args: Args | None) -> Path:
     (checkpoint,) = told
     torch.set_num_threads(args.num_threads or threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    envs = Envs(args, own_envs(args), checkpoint.get("iteration", 0), args.env_threads or threads)
+    envs = Envs(
+        args, own_envs(args), checkpoint.get("counters", (0, 0))[1], args.env_threads or threads
+    )
     torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
     agent = Agent(envs.vector, args).to(device)
     agent.adam = flat_adam(agent)
@@ -708,7 +703,7 @@ def train(args: Args | None) -> Path:
         return run.folder
     print(f"return {final:.2f} over the last 100 episodes; play: {script} --evaluate {folder}")
     if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
+        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
         evaluate(replace(run.args, evaluate=run.folder))
     return run.folder

@@ -109,8 +109,6 @@ class Args:
             least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
-        if Path(self.exp_name).name != self.exp_name:
-            raise ValueError(f"--exp-name {self.exp_name}: a path, not a name")
         if self.resume and (self.run_dir or self.evaluate):
             raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
         if self.anneal_lr and self.desired_kl:
@@ -124,13 +122,11 @@ class Args:
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
 
-    def given(resume: Path | None = None, evaluate: Path | None = None, env_id: str = ""):
-        return resume or evaluate, env_id
+    def given(resume: Path | None = None, evaluate: Path | None = None):
+        return resume or evaluate
 
-    (folder, env_id), _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
+    folder, _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
     saved = load_checkpoint(folder)["args"] if folder else Args()
-    if ":" in saved.env_id and env_id != saved.env_id:
-        fail(f"{folder} runs a module's code; if you trust it, add --env-id {saved.env_id}")
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
     if args.resume and args.num_envs != saved.num_envs:
         fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
@@ -491,33 +487,23 @@ class Rollout(NamedTuple):
     ended: torch.Tensor  # it ended here, and was logged: not if it is a staggered first one
 
 
-class Batch(NamedTuple):
-    obs: torch.Tensor  # [B, D], raw
-    actions: torch.Tensor  # [B, A]
-    logprobs: torch.Tensor  # [B], of the policy that acted
-    advantages: torch.Tensor  # [B]
-    returns: torch.Tensor  # [B]
-    values: torch.Tensor  # [B], before the update
-
-
-def ppo_loss(agent: Agent, parameters: dict[str, torch.Tensor], batch: Batch, args: Args):
-    """The clipped objective (Schulman et al. 2017, eq. 9), and what is logged of it."""
-    given = batch.obs, batch.actions
-    _, logprob, entropy, value = torch.func.functional_call(agent, parameters, given)
-    logratio = logprob - batch.logprobs
+def ppo_loss(agent, args, obs, actions, old_logprobs, advantages, returns, old_values):
+    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and what is
+    logged of it. Old is what policy and value function gave before the update."""
+    _, logprob, entropy, value = agent(obs, actions)
+    logratio = logprob - old_logprobs
     ratio = logratio.exp()
 
-    advantages = batch.advantages  # normalized per minibatch (detail 7)
-    if args.norm_adv:
+    if args.norm_adv:  # per minibatch (detail 7)
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     # clipped surrogate (detail 8)
     clipped = ratio.clamp(1.0 - args.clip_coef, 1.0 + args.clip_coef)
     policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
 
-    error = (value - batch.returns).square()
+    error = (value - returns).square()
     if args.clip_vloss:  # value clipping (detail 9)
-        near = batch.values + (value - batch.values).clamp(-args.clip_coef, args.clip_coef)
-        error = torch.max(error, (near - batch.returns).square())
+        near = old_values + (value - old_values).clamp(-args.clip_coef, args.clip_coef)
+        error = torch.max(error, (near - returns).square())
     value_loss = 0.5 * error.mean()
 
     entropy = entropy.mean()  # whose bonus encourages exploration (detail 10)
@@ -530,22 +516,18 @@ def ppo_loss(agent: Agent, parameters: dict[str, torch.Tensor], batch: Batch, ar
 
 def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
     """Adam's state for all parameters as one vector [P]. The agent's become views of it: one tensor
-    to clip, compile and step, not many."""
+    to clip and step, not many."""
     vector = nn.utils.parameters_to_vector(agent.parameters()).detach()
     nn.utils.vector_to_parameters(vector, agent.parameters())
-    moments = {"exp_avg": torch.zeros_like(vector), "exp_avg_sq": torch.zeros_like(vector)}
-    return {"parameters": vector, "steps": vector.new_zeros(()), **moments}
+    state = {name: torch.zeros_like(vector) for name in ("exp_avg", "exp_avg_sq")}
+    return {"parameters": vector, "steps": vector.new_zeros(()), **state}
 
 
-def minibatch_step(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
-    """One step of Adam (Kingma & Ba 2015, algorithm 1) on the rows [M] of the batch; metrics"""
-    minibatch = Batch(*(x[rows] for x in batch))
-    vector = adam["parameters"].detach().requires_grad_()
-    names, parameters = zip(*agent.named_parameters(), strict=True)
-    parts = vector.split([p.numel() for p in parameters])
-    views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
-    loss, metrics = ppo_loss(agent, dict(zip(names, views, strict=True)), minibatch, args)
-    (grad,) = torch.autograd.grad(loss, vector)
+def minibatch_step(agent: Agent, adam: dict, batch: tuple, rows, learning_rate, args: Args):
+    """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; the metrics."""
+    loss, metrics = ppo_loss(agent, args, *[x[rows] for x in batch])
+    grads = torch.autograd.grad(loss, list(agent.parameters()))
+    grad = torch.cat([each.flatten() for each in grads])
     with torch.no_grad():
         norm = grad.norm()  # over all parameters (detail 11)
         grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -582,12 +564,13 @@ def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step, first: 
         _, logprobs, _, _ = agent(data.obs, data.actions)
     ends = data.terminated, data.truncated
     advantages = gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)  # detail 5
-    fields = data.obs, data.actions, logprobs, advantages, advantages + values, values
-    batch = Batch(*(x.flatten(0, 1) for x in fields))  # B = T * N
+    returns = advantages + values
+    fields = data.obs, data.actions, logprobs, advantages, returns, values
+    batch = [x.flatten(0, 1) for x in fields]  # [B, ...], B = T * N
 
     steps, learning_rate = [], agent.adam["learning_rate"]
     for _ in range(args.update_epochs):
-        order = torch.rand_like(batch.returns).argsort()
+        order = torch.rand_like(batch[-1]).argsort()
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
         for minibatch in order.tensor_split(args.num_minibatches):
             metrics = step(agent, agent.adam, batch, minibatch, learning_rate, args)
@@ -597,8 +580,7 @@ def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step, first: 
     if not first:
         agent.obs_moments.update(seen)
     means = torch.stack(steps).mean(dim=0).unbind()
-    residual = (batch.returns - batch.values).var(correction=0)
-    unexplained = residual / batch.returns.var(correction=0).clamp(min=1e-12)
+    unexplained = (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=1e-12)
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
     metrics["losses/explained_variance"] = 1.0 - unexplained
     metrics["charts/policy_std"] = (agent.actor_logstd.detach().exp() * agent.unit).mean()
@@ -672,17 +654,15 @@ class Run:
             more = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             wandb.init(name=name, config=vars(args), sync_tensorboard=True, **more)
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
-        self.global_step = checkpoint.get("global_step", 0)
-        self.iteration = checkpoint.get("iteration", 0)
-        self.start = time.monotonic() - checkpoint.get("seconds", 0.0)
+        self.global_step, self.iteration, seconds, size = checkpoint.get("counters", (0, 0, 0.0, 0))
+        self.start = time.monotonic() - seconds
         # what was logged after the checkpoint goes: it will be logged again
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
         self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
-        self.csv.truncate(self.csv.seek(min(checkpoint.get("csv_size", 0), self.csv.tell())))
+        self.csv.truncate(self.csv.seek(min(size, self.csv.tell())))
         if self.csv.tell() == 0:
             self.csv.write("global_step,seconds,return,length\n")
-        more = {"unit": "step", "unit_scale": True, "disable": None, "leave": False}
-        self.bar = tqdm(total=args.total_timesteps, initial=self.global_step, **more)
+        self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
     def seconds(self) -> float:
@@ -739,8 +719,7 @@ def save(run: Run, agent: Agent, envs: DeviceEnvs, at: dict):
     content |= {"envs": envs.state_dict(), "at": at, "rng": torch.get_rng_state()}
     if envs.device.type == "cuda":
         content["cuda_rng"] = torch.cuda.get_rng_state()
-    content |= {"global_step": run.global_step, "iteration": run.iteration}
-    content |= {"seconds": run.seconds(), "csv_size": run.csv.tell()}
+    content["counters"] = run.global_step, run.iteration, run.seconds(), run.csv.tell()
     torch.save(content, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
@@ -749,19 +728,19 @@ def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
     try:
         content = torch.load(Path(folder) / "checkpoint.pt", map_location="cpu", weights_only=True)
-        return content | {"args": Args(**content["args"])}
+        args = Args(**content["args"])
     except Exception as error:  # damage shows in many ways
         fail(f"{folder}: no checkpoint.pt that can be read: {error!r}")
+    args.env_id = args.env_id.split(":")[-1]  # a module's code runs if the command line names it
+    return content | {"args": args}
 
 
-def load(folder: Path, envs=None) -> tuple[Agent, Args]:
-    """The agent saved in a run's folder, and the run's arguments. `envs` is what it shall act in;
-    by default one environment of the run's id, unless that names a module: it would be run."""
+def load(folder: Path, env=None) -> tuple[Agent, Args]:
+    """The agent saved in a run's folder, and the run's arguments. `env` is what it shall act in; by
+    default one of the run's id, which is looked up without its module."""
     checkpoint = load_checkpoint(folder)
     args = checkpoint["args"]
-    if envs is None and ":" in args.env_id:
-        raise ValueError(f"{folder}: runs the code of {args.env_id}; if you trust it, give envs")
-    agent = Agent(envs or make_env(args.env_id), args)
+    agent = Agent(env or make_env(args.env_id), args)
     try:
         agent.load_state_dict(checkpoint["agent"])
     except RuntimeError as error:
@@ -799,14 +778,13 @@ def compile_step(agent: Agent, args: Args):
     # the shapes and types of an agent do not change, but for the number of rows: no guards
     options = {"guard_filter_fn": lambda guards: [False] * len(guards), "cpp.vec_isa_ok": True}
     options |= {"cpp_wrapper": agent.adam["steps"].is_cpu, "triton.cudagraphs": args.cudagraphs}
+    options |= {"cpp.use_decompose_tanh": True}  # by exp: faster
     try:
         torch._dynamo.config.trace_autograd_ops = True
         torch.compile(lambda x: x + 1, options=options)(agent.adam["steps"])
-    except Exception as error:  # whatever a missing or broken compiler raises
+    except Exception as error:  # whatever a missing, old or broken compiler raises
         print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
         return minibatch_step
-    if hasattr(torch._inductor.config.cpp, "use_decompose_tanh"):  # by exp, as torch 2.7 does
-        options["cpp.use_decompose_tanh"] = True
     for tensor in agent.adam.values() if args.cudagraphs else ():  # which change these in place
         torch._dynamo.mark_static_address(tensor, guard=False)
     torch.compiler.config.dynamic_sources = "L['rows']"  # minibatches of any size, compiled once
@@ -912,7 +890,7 @@ def train(args: Args) -> Path:
         raise SystemExit(128 + stop[0])
     print(f"return {final:.2f} over the last 100 episodes; play: {script} --evaluate {folder}")
     if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
+        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
         evaluate(replace(run.args, evaluate=run.folder))
     return run.folder

@@ -106,8 +106,6 @@ class Args:
             least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
-        if Path(self.exp_name).name != self.exp_name:
-            raise ValueError(f"--exp-name {self.exp_name}: a path, not a name")
         if self.resume and (self.run_dir or self.evaluate):
             raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
@@ -277,33 +275,23 @@ class Rollout(NamedTuple):
     # ignored and the reward is none, but its observation is the episode's true last one
 
 
-class Batch(NamedTuple):
-    obs: torch.Tensor  # [B, 3, 64, 64], bytes
-    actions: torch.Tensor  # [B]
-    logprobs: torch.Tensor  # [B], of the policy that acted
-    advantages: torch.Tensor  # [B]
-    returns: torch.Tensor  # [B]
-    values: torch.Tensor  # [B], before the update
-
-
-def ppo_loss(agent: Agent, parameters: dict[str, torch.Tensor], batch: Batch, args: Args):
-    """The clipped objective (Schulman et al. 2017, eq. 9), and what is logged of it."""
-    given = batch.obs, batch.actions
-    _, logprob, entropy, value = torch.func.functional_call(agent, parameters, given)
-    logratio = logprob - batch.logprobs
+def ppo_loss(agent, args, obs, actions, old_logprobs, advantages, returns, old_values):
+    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and what is
+    logged of it. Old is what policy and value function gave before the update."""
+    _, logprob, entropy, value = agent(obs, actions)
+    logratio = logprob - old_logprobs
     ratio = logratio.exp()
 
-    advantages = batch.advantages  # normalized per minibatch (detail 7)
-    if args.norm_adv:
+    if args.norm_adv:  # per minibatch (detail 7)
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     # clipped surrogate (detail 8)
     clipped = ratio.clamp(1.0 - args.clip_coef, 1.0 + args.clip_coef)
     policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
 
-    error = (value - batch.returns).square()
+    error = (value - returns).square()
     if args.clip_vloss:  # value clipping (detail 9)
-        near = batch.values + (value - batch.values).clamp(-args.clip_coef, args.clip_coef)
-        error = torch.max(error, (near - batch.returns).square())
+        near = old_values + (value - old_values).clamp(-args.clip_coef, args.clip_coef)
+        error = torch.max(error, (near - returns).square())
     value_loss = 0.5 * error.mean()
 
     entropy = entropy.mean()  # whose bonus encourages exploration (detail 10)
@@ -319,8 +307,9 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
     numbers = data.rewards, data.values.cpu().double().numpy(), data.terminated, data.truncated
     advantages = gae(*numbers, args.gamma, args.gae_lambda)  # detail 5
     advantages, values = torch.tensor(advantages).to(data.values), data.values[:-1]
-    fields = data.obs, data.actions, data.logprobs, advantages, advantages + values, values
-    batch = Batch(*(x.flatten(0, 1) for x in fields))  # B = T * N
+    returns = advantages + values
+    fields = data.obs, data.actions, data.logprobs, advantages, returns, values
+    batch = [x.flatten(0, 1) for x in fields]  # [B, ...], B = T * N
 
     rows, steps = np.flatnonzero(data.valid), []  # what is learned from; metrics of each step
     rng = np.random.default_rng((args.seed, iteration, 1))
@@ -329,8 +318,7 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
         order = torch.as_tensor(rng.permutation(rows), device=values.device)
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
         for minibatch in order.tensor_split(args.num_minibatches):
-            minibatch = Batch(*(x[minibatch] for x in batch))
-            loss, metrics = ppo_loss(agent, dict(agent.named_parameters()), minibatch, args)
+            loss, metrics = ppo_loss(agent, args, *[x[minibatch] for x in batch])
             agent.adam.zero_grad()
             loss.backward()
             # over all parameters (detail 11)
@@ -341,8 +329,8 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
     means = torch.stack(steps).mean(dim=0).tolist()
-    residual, targets = (batch.returns - batch.values)[rows], batch.returns[rows]
-    unexplained = residual.var(correction=0) / targets.var(correction=0).clamp(min=1e-12)
+    residual, returns = (returns - values)[data.valid], returns[data.valid]
+    unexplained = residual.var(correction=0) / returns.var(correction=0).clamp(min=1e-12)
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
     metrics["losses/explained_variance"] = 1.0 - unexplained.item()
     return metrics
@@ -406,20 +394,18 @@ class Run:
         if args.track:
             import wandb  # before the writer, which it follows
 
-            more = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **more)
+            project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **project)
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
-        self.global_step = checkpoint.get("global_step", 0)
-        self.iteration = checkpoint.get("iteration", 0)
-        self.start = time.monotonic() - checkpoint.get("seconds", 0.0)
+        self.global_step, self.iteration, seconds, size = checkpoint.get("counters", (0, 0, 0.0, 0))
+        self.start = time.monotonic() - seconds
         # what was logged after the checkpoint goes: it will be logged again
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
         self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
-        self.csv.truncate(self.csv.seek(min(checkpoint.get("csv_size", 0), self.csv.tell())))
+        self.csv.truncate(self.csv.seek(min(size, self.csv.tell())))
         if self.csv.tell() == 0:
             self.csv.write("global_step,seconds,return,length\n")
-        more = {"unit": "step", "unit_scale": True, "disable": None, "leave": False}
-        self.bar = tqdm(total=args.total_timesteps, initial=self.global_step, **more)
+        self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
     def seconds(self) -> float:
@@ -446,22 +432,22 @@ class Run:
         content |= {"wall_seconds": round(self.seconds(), 2), "final_return": final_return}
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
 
-    def close(self, status: str) -> float:
+    def close(self, status: str) -> float | None:
         """Close the logs; the mean return of the last 100 training episodes."""
         for log in (self.bar, self.writer, self.csv):
             log.close()
         rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
-        returns = [float(row.split(",")[2]) for row in rows[-100:]]
-        self.write_json(status, np.mean(returns) if returns else None)
-        return np.mean(returns) if returns else math.nan
+        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
+        self.write_json(status, final)
+        return final
 
 
 def save(run: Run, agent: Agent):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    content = {"args": vars(run.args), "agent": agent.state_dict(), "iteration": run.iteration}
-    content |= {"optimizer": agent.adam.state_dict(), "global_step": run.global_step}
-    content |= {"seconds": run.seconds(), "csv_size": run.csv.tell()}
+    content = {"args": vars(run.args), "agent": agent.state_dict()}
+    content["optimizer"] = agent.adam.state_dict()
+    content["counters"] = run.global_step, run.iteration, run.seconds(), run.csv.tell()
     torch.save(content, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
@@ -470,9 +456,11 @@ def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
     try:
         content = torch.load(Path(folder) / "checkpoint.pt", map_location="cpu", weights_only=True)
-        return content | {"args": Args(**content["args"])}
+        args = Args(**content["args"])
     except Exception as error:  # damage shows in many ways
         fail(f"{folder}: no checkpoint.pt that can be read: {error!r}")
+    args.env_id = args.env_id.split(":")[-1]  # a module's code runs if the command line names it
+    return content | {"args": args}
 
 
 def load(folder: Path, envs=None) -> tuple[Agent, Args]:
@@ -542,7 +530,7 @@ def train(args: Args) -> Path:
     torch.backends.cudnn.deterministic = args.torch_deterministic
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
-    envs = Envs(args, args.num_envs, checkpoint.get("iteration", 0))
+    envs = Envs(args, args.num_envs, checkpoint.get("counters", (0, 0))[1])
     torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
     agent = Agent(envs.vector, args).to(device)
     agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # (detail 3)
@@ -589,7 +577,7 @@ def train(args: Args) -> Path:
         raise SystemExit(128 + stop[0])
     print(f"return {final:.2f} over the last 100 episodes; play: {script} --evaluate {folder}")
     if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
+        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
         evaluate(replace(run.args, evaluate=run.folder))
     return run.folder
