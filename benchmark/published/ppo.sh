@@ -10,6 +10,9 @@ bench --env-ids "${mujoco[@]:3}" Humanoid-v4 --command "python ppo_continuous_ac
 bench --env-ids Pendulum-v1 --command "python ppo_continuous_action.py --total-timesteps 200000"
 bench --num-seeds 10 --env-ids CartPole-v1 --command "python ppo.py --total-timesteps 100000"
 bench --num-seeds 10 --env-ids Acrobot-v1 MountainCar-v0 --command "python ppo.py"
+taxi=(--num-seeds 3 --eval-episodes 100 --env-ids Taxi-v4)
+bench "${taxi[@]}" --command "python ppo.py"
+bench "${taxi[@]}" --variant no-masks --command "python ppo.py --no-action-masks"
 
 # CleanRL's own settings, where this project's defaults differ
 discrete="--learning-rate 2.5e-4 --update-epochs 4"
