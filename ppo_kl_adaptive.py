@@ -6,8 +6,7 @@
 """PPO with an adaptive KL penalty and GAE, in one file.
 
 Coady 2017, "AI Gym Workout", after Schulman et al. 2017 (https://arxiv.org/abs/1707.06347, section
-4) and Heess et al. 2017 (https://arxiv.org/abs/1707.02286). OpenAI baselines' PPO1 and PPO2 are
-both clipped, as ppo_continuous_action.py is. Every iteration:
+4) and Heess et al. 2017 (https://arxiv.org/abs/1707.02286). Every iteration:
 
     1. play b whole episodes with a ~ N(mu(s, t), sigma^2), or a categorical of logits(s, t)
     2. A = GAE(lambda), normalized; R = Monte-Carlo returns. The value after an episode's end is 0,
@@ -61,7 +60,6 @@ class Args:
     torch_deterministic: bool = True  # torch.backends.cudnn.deterministic
     cuda: bool = True  # use a GPU if there is one; networks this small gain little from it
     num_threads: int = 1  # CPU threads of torch; more rarely pay for networks of this size
-    compile: bool = False  # compile the networks: same results to rounding; rarely pays on a CPU
     track: bool = False  # also log to Weights and Biases
     wandb_project_name: str = "ppo"  # its project
     wandb_entity: str | None = None  # its entity (team)
@@ -92,21 +90,17 @@ class Args:
     beta: float | None = None  # weight of the KL penalty at first; 1, with learning-rate 0
     bootstrap_truncation: bool = False  # departure: the value after a time limit is not 0
     lambda_returns: bool = False  # departure: the value function learns advantages + values
-    minibatch_size: int = 0  # no effect: the policy learns from whole batches
-    num_iterations: int = 0  # no effect: --total-timesteps or --num-episodes sets it
 
     def __post_init__(self):
         """A ValueError, which tyro shows, for what can't be meant."""
         low = {"learning_rate": 1e-9, "value_learning_rate": 1e-9, "kl_targ": 1e-9, "seed": 0}
-        low |= {"policy_logvar": -20, "num_episodes": 0, "minibatch_size": 0, "num_iterations": 0}
-        high = {"num_envs": self.episodes_per_batch, "gamma": 1, "gae_lambda": 1}
-        high |= {"policy_logvar": 20, "learning_rate": 1, "value_learning_rate": 1}
+        low |= {"num_episodes": 0, "policy_logvar": -20}
+        high = {"gamma": 1, "gae_lambda": 1, "policy_logvar": 20}
+        high |= {"num_envs": self.episodes_per_batch}
         for name, value in vars(self).items():
             least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
-        if Path(self.exp_name).name != self.exp_name:
-            raise ValueError(f"--exp-name {self.exp_name}: a path, not a name")
         if self.resume and (self.run_dir or self.evaluate):
             raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
@@ -117,13 +111,11 @@ def parse_args(argv: list[str] | None = None) -> Args:
     if argv and not argv[0].startswith("-"):  # the original's environment name
         argv = ["--env-id", *argv]
 
-    def given(resume: Path | None = None, evaluate: Path | None = None, env_id: str = ""):
-        return resume or evaluate, env_id
+    def given(resume: Path | None = None, evaluate: Path | None = None):
+        return resume or evaluate
 
-    (folder, env_id), _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
+    folder, _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
     saved = load_checkpoint(folder)["args"] if folder else Args()
-    if ":" in saved.env_id and env_id != saved.env_id:
-        fail(f"{folder} runs a module's code; if you trust it, add --env-id {saved.env_id}")
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
     if args.resume and args.num_envs != saved.num_envs:
         fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
@@ -140,31 +132,23 @@ def fail(message: str):
 
 
 # --- environments ---------------------------------------------------------------------------------
-def make_env(env_id: str, video_folder: Path | None = None) -> gym.Env:
+def make_env(env_id: str, **options) -> gym.Env:
     """A gymnasium environment with flat observations; one clear line if there is no such thing."""
     gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
-    if video_folder and not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")
-    more = {"render_mode": "rgb_array"} if video_folder else {}  # not every environment takes it
     try:
         module = "shimmy:" if env_id.startswith("dm_control/") else ""
-        env = gym.make(f"{module}{env_id}", disable_env_checker=True, **more)
-        space, actions = env.observation_space, env.action_space
-        pixels = space.dtype == np.uint8 and len(space.shape) > 1
-        if pixels or not space.is_np_flattenable:
-            raise NotImplementedError(f"observations are {space}, not a vector")
-        flat = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1
-        if not (flat or isinstance(actions, gym.spaces.Discrete)):
-            raise NotImplementedError(f"actions are {actions}, no flat Box or Discrete: see ppo.py")
-        if not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1):
-            env = gym.wrappers.FlattenObservation(env)
+        env = gym.make(f"{module}{env_id}", disable_env_checker=True, **options)
     except (gym.error.Error, ImportError, NotImplementedError) as error:
-        fail(f"--env-id {env_id}: {error} (Atari games: ppo_atari_multigpu.py)")
-    if video_folder and hasattr(env.unwrapped, "mujoco_renderer"):  # its own camera stays behind
-        env.unwrapped.mujoco_renderer.camera_id = 0 if env.unwrapped.model.ncam else -1
-    if video_folder:
-        env = gym.wrappers.RecordVideo(env, str(video_folder), lambda _: True, disable_logger=True)
-    return env
+        fail(f"--env-id {env_id}: {error} (your own: module:Id; Atari: ppo_atari_multigpu.py)")
+    space, actions = env.observation_space, env.action_space
+    pixels = space.dtype == np.uint8 and len(space.shape) > 1
+    flat = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1
+    discrete = isinstance(actions, gym.spaces.Discrete)
+    if pixels or not space.is_np_flattenable or not (flat or discrete):
+        hint = "a vector and a flat Box or Discrete wanted; several choices: ppo.py"
+        fail(f"--env-id {env_id}: {space}, {actions}: {hint}; pixels: ppo_atari_multigpu.py")
+    vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
+    return env if vector else gym.wrappers.FlattenObservation(env)
 
 
 def episode_seed(*key: int) -> int:
@@ -176,21 +160,20 @@ class Episodes(gym.Wrapper):
     """Seeds every episode by (seed, environment, episode), and keeps the steps of the running one.
     The next one starts when it is asked for."""
 
-    def __init__(self, env: gym.Env, seed: int, index: int):
+    def __init__(self, env: gym.Env, args: Args, index: int):
         super().__init__(env)
-        self.seed, self.index, self.episode, self.over = seed, index, -1, True
+        self.args, self.index, self.episode, self.over = args, index, -1, True
         self.first = getattr(self.action_space, "start", 0)  # of Discrete actions
 
     def reset(self, **kwargs):
         self.episode, self.over, self.actions, self.rewards = self.episode + 1, False, [], []
-        obs, info = self.env.reset(seed=episode_seed(self.seed, self.index, self.episode))
+        obs, info = self.env.reset(seed=episode_seed(self.args.seed, self.index, self.episode))
         self.obs = [np.array(obs, np.float32)]
         return obs, info
 
     def step(self, action: np.ndarray):
         """Take an action [A], not clipped to the box, or a choice counted from 0."""
-        given = action + self.first  # a copy, which is the environment's
-        obs, reward, terminated, truncated, info = self.env.step(given)
+        obs, reward, terminated, truncated, info = self.env.step(action + self.first)  # a copy
         self.obs.append(np.array(obs, np.float32))
         self.actions.append(action)
         self.rewards.append(float(np.asarray(reward).item()))  # from any shape or type
@@ -199,11 +182,6 @@ class Episodes(gym.Wrapper):
         if len(self.rewards) > 100_000 and not self.over:
             raise TimeoutError("100,000 steps, no end: whole episodes need max_episode_steps")
         return obs, self.rewards[-1], self.terminated, self.truncated, info
-
-
-def make_envs(args: Args) -> list[Episodes]:
-    """The environments, all stepped by this process."""
-    return [Episodes(make_env(args.env_id), args.seed, i) for i in range(args.num_envs)]
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -243,9 +221,6 @@ class Gaussian(NamedTuple):
     def entropy(self) -> torch.Tensor:
         return 0.5 * (self.logvar + math.log(2.0 * math.pi * math.e)).sum(-1)
 
-    def sample(self) -> torch.Tensor:
-        return self.mean + (0.5 * self.logvar).exp() * torch.randn_like(self.mean)
-
 
 class Categorical(NamedTuple):
     logprobs: torch.Tensor  # [B, n]
@@ -258,9 +233,6 @@ class Categorical(NamedTuple):
 
     def entropy(self) -> torch.Tensor:
         return -(self.logprobs.exp() * self.logprobs).sum(-1)
-
-    def sample(self) -> torch.Tensor:
-        return torch.distributions.Categorical(logits=self.logprobs).sample()
 
 
 def mlp(inputs: int, hid1_mult: int, third: int, outputs: int) -> nn.Sequential:
@@ -276,28 +248,34 @@ def mlp(inputs: int, hid1_mult: int, third: int, outputs: int) -> nn.Sequential:
 
 
 class Agent(nn.Module):
-    """Policy, value function and observation normaliser: all that is needed to act.
+    """Networks, scale of observations, optimisers and servo: all that is needed to act and to learn
+    in environments with the spaces of `env`. `time` is the number of an episode's steps so far."""
 
-    `envs` is anything with gymnasium's observation_space and action_space, single or vectorised.
-    `time` is the number of steps since the episode's start.
-    """
-
-    def __init__(self, envs, args: Args | None = None):
+    def __init__(self, env, args: Args | None = None):
         super().__init__()
-        args, single = args or Args(), "single_" if hasattr(envs, "single_action_space") else ""
-        (dim,) = getattr(envs, f"{single}observation_space").shape
-        space = getattr(envs, f"{single}action_space")
+        args, space, (dim,) = args or Args(), env.action_space, env.observation_space.shape
         self.discrete = isinstance(space, gym.spaces.Discrete)
         outputs = int(space.n) if self.discrete else space.shape[0]
         self.actor = mlp(dim + 1, args.hid1_mult, 10 * outputs, outputs)
-        if not self.discrete:
-            self.actor_logvar = nn.Parameter(torch.full((outputs,), args.policy_logvar))
         self.critic = mlp(dim + 1, args.hid1_mult, 5, 1)
+        groups = [{"params": self.actor.parameters(), "speed": 1}]
+        if not self.discrete:
+            # the original's is the sum of `speed` equal parameters, and Adam moves each as far
+            self.actor_logvar = nn.Parameter(torch.full((outputs,), args.policy_logvar))
+            groups.append({"params": [self.actor_logvar], "speed": 100 * outputs // 48})
+        rate = args.learning_rate or 9e-4 / math.sqrt(self.actor[2].out_features)
+        value_rate = args.value_learning_rate or 1e-2 / math.sqrt(self.critic[2].out_features)
+        value_adam = torch.optim.Adam(self.critic.parameters(), value_rate, fused=True)
+        policy_adam = torch.optim.Adam(groups, rate, fused=True)
+        self.optimizers = {"policy": policy_adam, "value": value_adam}
         self.obs_moments = RunningMoments((dim,))
         self.obs_moments.var.zero_()  # nothing seen, no spread: warm-up sees observations / 0.3
+        self.replay = ()  # features [B, D + 1] and returns [B] of the batch before
+        given = {k: x for k, x in vars(args).items() if k in ("kl_targ", "beta") and x is not None}
+        self.servo = Servo(**PRESETS[args.servo] | given)
         self.rng = np.random.default_rng(args.seed)  # of actions and minibatches
 
-    def features(self, obs: torch.Tensor, time=0) -> torch.Tensor:
+    def features(self, obs: torch.Tensor, time) -> torch.Tensor:
         """Raw observations [..., D] less their mean, over 3 (deviation + 0.1), and time [...]."""
         scaled = (obs - self.obs_moments.mean) / (3.0 * (self.obs_moments.var.sqrt() + 0.1))
         time = 0.001 * torch.as_tensor(time, device=obs.device).expand(obs.shape[:-1])
@@ -308,18 +286,7 @@ class Agent(nn.Module):
         output = self.actor(features)
         if self.discrete:
             return Categorical(output.log_softmax(dim=-1))
-        return Gaussian(output, self.actor_logvar.expand_as(output))
-
-    def get_value(self, obs: torch.Tensor, time=0) -> torch.Tensor:
-        """V [...] at raw observations [..., D] and time [...]."""
-        return self.critic(self.features(obs, time)).squeeze(-1)
-
-    def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor | None = None, time=0):
-        """Action (sampled unless given), its log-probability [B], entropy [B] and value [B] at raw
-        observations [B, D] and time [B]."""
-        policy, value = self.policy(self.features(obs, time)), self.get_value(obs, time)
-        action = policy.sample() if action is None else action
-        return action, policy.log_prob(action), policy.entropy(), value
+        return Gaussian(output, self.actor_logvar.expand_as(output).clone())
 
     @torch.no_grad()
     def numpy_actor(self):
@@ -327,9 +294,8 @@ class Agent(nn.Module):
         Numpy is several times faster than torch for the few observations of a step."""
         moments, logvar = self.obs_moments, getattr(self, "actor_logvar", torch.zeros(()))
         scale = (1.0 / (3.0 * (moments.var.sqrt() + 0.1))).float()
-        tensors = moments.mean.float(), scale, (0.5 * logvar).exp()
-        shift, scale, std = (x.cpu().numpy() for x in tensors)
-        *hidden, weight, bias = (x.clone().cpu().numpy().T for x in self.actor.parameters())
+        tensors = moments.mean.float(), scale, (0.5 * logvar).exp(), *self.actor.parameters()
+        shift, scale, std, *hidden, weight, bias = (x.clone().cpu().numpy().T for x in tensors)
 
         def act(obs: np.ndarray, noise: np.ndarray | None = None, time=0) -> np.ndarray:
             x = np.empty((len(obs), len(shift) + 1), np.float32)
@@ -388,18 +354,18 @@ class Rollout(NamedTuple):
 @dataclass
 class Servo:
     """Holds the KL of an iteration's update near kl_targ, by the weight of the penalty, beta, or by
-    the learning rate. These numbers are the PPO paper's, PRESETS what others have instead."""
+    the learning rate. These numbers are Coady's, PRESETS what others have instead."""
 
-    kl_targ: float = 0.01  # d
+    kl_targ: float = 0.003  # d
     beta: float = 1.0
-    tolerance: float = 1.5  # beta moves when the KL ends beyond d times this, or below d over this,
-    factor: float = 2.0  # by this factor,
-    beta_min: float = 0.0  # within these limits
-    beta_max: float = 1e9
-    hinge_coef: float = 0.0  # weight of max(0, KL - 2 d)^2
-    early_stop: float = math.inf  # no further pass once the KL exceeds d times this
+    tolerance: float = 2.0  # beta moves when the KL ends beyond d times this, or below d over this,
+    factor: float = 1.5  # by this factor,
+    beta_min: float = 1 / 35  # within these limits
+    beta_max: float = 35.0
+    hinge_coef: float = 50.0  # weight of max(0, KL - 2 d)^2
+    early_stop: float = 4.0  # no further pass once the KL exceeds d times this
     clip_coef: float = 0.0  # epsilon of the clipped surrogate; 0: unclipped
-    lr_servo: Literal["with-beta", "with-kl", "never"] = "never"  # what moves the learning rate
+    lr_servo: Literal["with-beta", "with-kl", "never"] = "with-beta"  # what moves the learning rate
     lr_multiplier: float = 1.0
 
     def adapt(self, kl: float):
@@ -421,43 +387,18 @@ class Servo:
             self.lr_multiplier = min(self.lr_multiplier * 1.5, 1e-2 / learning_rate)
 
 
-PRESETS = {
-    "coady": {
-        "kl_targ": 0.003, "tolerance": 2.0, "factor": 1.5, "beta_min": 1 / 35, "beta_max": 35.0,
-        "hinge_coef": 50.0, "early_stop": 4.0, "lr_servo": "with-beta",
-    },
-    "schulman": {},
-    "fixed": {"factor": 1.0},
-    "learning-rate": {
-        "beta": 0.0, "factor": 1.0, "tolerance": 2.0, "clip_coef": 0.2, "lr_servo": "with-kl"
-    },
-}  # fmt: skip
-
-
-def prepare(agent: Agent, args: Args):
-    """Give the agent what it needs to learn: an Adam for each network, the servo, and room for the
-    batch before. Learning rates follow from the units of the second layers."""
-    rate = args.learning_rate or 9e-4 / math.sqrt(agent.actor[2].out_features)
-    value_rate = args.value_learning_rate or 1e-2 / math.sqrt(agent.critic[2].out_features)
-    groups = [{"params": agent.actor.parameters(), "speed": 1}]
-    if not agent.discrete:
-        # the log variance is the sum of `speed` equal parameters of the original's, so that Adam
-        # moves it `speed` times as far
-        speed = 10 * agent.actor[4].out_features // 48
-        groups.append({"params": [agent.actor_logvar], "speed": speed})
-    policy_adam = torch.optim.Adam(groups, rate, fused=True)
-    value_adam = torch.optim.Adam(agent.critic.parameters(), value_rate, fused=True)
-    agent.optimizers = {"policy": policy_adam, "value": value_adam}
-    given = {"kl_targ": args.kl_targ, "beta": args.beta}
-    agent.servo = Servo(**PRESETS[args.servo] | {k: x for k, x in given.items() if x is not None})
-    agent.replay = ()  # features [B, D + 1] and returns [B] of the batch before
+PAPER = {"kl_targ": 0.01, "tolerance": 1.5, "factor": 2.0, "beta_min": 0.0, "beta_max": 1e9}
+PAPER |= {"hinge_coef": 0.0, "early_stop": math.inf, "lr_servo": "never"}
+RATE = {"beta": 0.0, "factor": 1.0, "tolerance": 2.0, "clip_coef": 0.2, "lr_servo": "with-kl"}
+PRESETS = {"coady": {}, "schulman": PAPER, "fixed": PAPER | {"factor": 1.0}}
+PRESETS |= {"learning-rate": PAPER | RATE}
 
 
 def advantages_and_returns(data: Rollout, values: np.ndarray, args: Args):
     """Advantages and targets of the value function [T, E], given values [T + 1, E]. The value after
     an episode's last step is 0, unless a time limit is to bootstrap."""
     rewards = data.rewards * (1.0 - args.gamma if args.gamma < 0.999 else 1.0)
-    last = data.valid & (np.arange(len(rewards))[:, None] == data.lengths - 1)
+    last = np.arange(1, len(values))[:, None] == data.lengths
     zero_after = data.terminated | (data.truncated & (not args.bootstrap_truncation))
     advantages = gae(rewards, values, last & zero_after, last, args.gamma, args.gae_lambda)
     if args.lambda_returns:
@@ -484,8 +425,7 @@ def fit_policy(agent: Agent, features, actions, advantages, args: Args) -> dict[
     """Up to `update_epochs` passes over the batch [B, ...], the early stop, and the servo."""
     servo, adam = agent.servo, agent.optimizers["policy"]
     with torch.no_grad():
-        policy = agent.policy(features)
-        old = type(policy)(*(x.clone() for x in policy))  # else part of it would follow the steps
+        old = agent.policy(features)
         old_logprobs = old.log_prob(actions)
     rate = adam.defaults["lr"]
     for epoch in range(args.update_epochs + 1):
@@ -503,22 +443,13 @@ def fit_policy(agent: Agent, features, actions, advantages, args: Args) -> dict[
         adam.step()
     servo.adapt(kl)
     metrics = {"losses/policy_loss": surrogate, "losses/kl": kl, "losses/entropy": entropy}
-    metrics |= {"charts/beta": servo.beta, "charts/lr_multiplier": servo.lr_multiplier}
-    rate *= servo.lr_multiplier
-    return metrics | {"charts/learning_rate": rate, "charts/policy_passes": epoch}
+    metrics |= {"charts/lr_multiplier": servo.lr_multiplier, "charts/policy_passes": epoch}
+    return metrics | {"charts/learning_rate": rate * servo.lr_multiplier, "charts/beta": servo.beta}
 
 
-def explained_variance(targets: torch.Tensor, values: torch.Tensor) -> float:
-    """1 - var(targets - values) / var(targets), both [B]."""
-    residual, variance = (targets - values).var(correction=0), targets.var(correction=0)
-    return 1.0 - (residual / variance.clamp(min=1e-12)).item()
-
-
-def fit_value(agent: Agent, features, returns, args: Args) -> dict[str, float]:
+def fit_value(agent: Agent, features, returns, args: Args):
     """Fit the value function to returns [B] at features [B, D + 1] and to the batch before, whose
     features and returns stay as they were; then keep this batch in its place."""
-    with torch.no_grad():
-        before = explained_variance(returns, agent.critic(features).squeeze(-1))
     inputs, targets = features, returns
     if agent.replay:
         inputs, targets = map(torch.cat, zip((features, returns), agent.replay, strict=True))
@@ -533,29 +464,29 @@ def fit_value(agent: Agent, features, returns, args: Args) -> dict[str, float]:
             loss.backward()
             adam.step()
     agent.replay = features, returns
-    with torch.no_grad():
-        values = agent.critic(features).squeeze(-1)
-    after, loss = explained_variance(returns, values), (values - returns).square().mean().item()
-    metrics = {"losses/explained_variance": before, "losses/explained_variance_after": after}
-    return metrics | {"losses/value_loss": loss}
 
 
 def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
     """One iteration of learning: advantages, policy, value function, in this order."""
     valid, device = data.valid, agent.obs_moments.mean.device
-    # observations are scaled for learning as they were for acting; the moments take them in for
-    # the next iteration
-    obs, actions = (torch.as_tensor(x, device=device) for x in (data.obs, data.actions[valid]))
+    # scaled for learning as they were for acting; the moments take them in for the next iteration
+    obs = torch.as_tensor(data.obs, device=device)
     features = agent.features(obs, torch.arange(len(obs), device=device)[:, None])
     agent.obs_moments.update(data.obs[:-1][valid])
     with torch.no_grad():
-        values = agent.critic(features).squeeze(-1).cpu().double().numpy()  # [T + 1, E]
-    advantages, returns = (x[valid] for x in advantages_and_returns(data, values, args))  # [B]
+        values = agent.critic(features).squeeze(-1)  # [T + 1, E]
+    both = advantages_and_returns(data, values.cpu().double().numpy(), args)
+    advantages, returns = (x[valid] for x in both)  # [B]
     advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-6)
-    batch = (torch.as_tensor(x, device=device).float() for x in (advantages, returns))
-    (advantages, returns), features = batch, features[:-1][torch.as_tensor(valid)]
+    batch = data.actions[valid], advantages.astype(np.float32), returns.astype(np.float32)
+    actions, advantages, returns = (torch.as_tensor(x, device=device) for x in batch)
+    features, values = features[:-1][valid], values[:-1][valid]
     metrics = fit_policy(agent, features, actions, advantages, args)
-    metrics |= fit_value(agent, features, returns, args)
+    fit_value(agent, features, returns, args)
+    residual = returns - values  # as they were before the fit
+    unexplained = residual.var(correction=0) / returns.var(correction=0).clamp(min=1e-12)
+    metrics["losses/value_loss"] = residual.square().mean().item()
+    metrics["losses/explained_variance"] = 1.0 - unexplained.item()
     if not agent.discrete:
         metrics["charts/policy_std"] = (0.5 * agent.actor_logvar).exp().mean().item()
     return metrics
@@ -564,24 +495,22 @@ def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
 # --- rollout --------------------------------------------------------------------------------------
 def rollout(agent: Agent, envs: list[Episodes], episodes: int, run: "Run | None" = None) -> Rollout:
     """Play whole episodes. As many start as are wanted, and all are played to their ends: taking
-    the first that end, or cutting the last off, would favour short ones. No run: nothing is logged.
-    """
+    the first that end, or cutting the last off, would favour short ones. `run` logs them."""
     act, left, ended = agent.numpy_actor(), episodes, []
     while len(ended) < episodes:
-        for env in envs:
-            if env.over and left > 0:
-                env.reset()
-                left -= 1
+        for env in [env for env in envs if env.over][:left]:
+            env.reset()
+            left -= 1
         playing = [env for env in envs if not env.over]
         obs = np.array([env.obs[-1] for env in playing])
         actions = act(obs, agent.noise(len(playing)), [len(env.rewards) for env in playing])
-        for env, action in zip(playing, actions, strict=True):
-            env.step(action)
-        over = [env for env in playing if env.over]
-        ended += [(e.obs, e.actions, e.rewards, e.terminated, e.truncated) for e in over]
         if run:
             run.global_step += len(playing)
-            for env in over:
+        for env, action in zip(playing, actions, strict=True):
+            env.step(action)
+            if env.over:
+                ended.append((env.obs, env.actions, env.rewards, env.terminated, env.truncated))
+            if env.over and run:
                 run.log_episode(run.global_step, math.fsum(env.rewards), len(env.rewards))
     *fields, terminated, truncated = zip(*ended, strict=True)  # now side by side
     tensors = ([torch.as_tensor(np.array(x)) for x in field] for field in fields)
@@ -606,20 +535,18 @@ class Run:
         if args.track:
             import wandb  # before the writer, which it follows
 
-            more = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **more)
+            project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **project)
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
-        self.global_step = checkpoint.get("global_step", 0)
-        self.iteration = checkpoint.get("iteration", 0)
-        self.start = time.monotonic() - checkpoint.get("seconds", 0.0)
+        self.global_step, self.iteration, seconds, size = checkpoint.get("counters", (0, 0, 0.0, 0))
+        self.start = time.monotonic() - seconds
         # what was logged after the checkpoint goes: it will be logged again
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
         self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
-        self.csv.truncate(self.csv.seek(min(checkpoint.get("csv_size", 0), self.csv.tell())))
+        self.csv.truncate(self.csv.seek(min(size, self.csv.tell())))
         if self.csv.tell() == 0:
             self.csv.write("global_step,seconds,return,length\n")
-        more = {"unit": "step", "unit_scale": True, "disable": None, "leave": False}
-        self.bar = tqdm(total=args.total_timesteps, initial=self.global_step, **more)
+        self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
     def seconds(self) -> float:
@@ -646,27 +573,25 @@ class Run:
         content |= {"wall_seconds": round(self.seconds(), 2), "final_return": final_return}
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
 
-    def close(self, status: str) -> float:
+    def close(self, status: str) -> float | None:
         """Close the logs; the mean return of the last 100 training episodes."""
         for log in (self.bar, self.writer, self.csv):
             log.close()
         rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
-        returns = [float(row.split(",")[2]) for row in rows[-100:]]
-        self.write_json(status, np.mean(returns) if returns else None)
-        return np.mean(returns) if returns else math.nan
+        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
+        self.write_json(status, final)
+        return final
 
 
 def save(run: Run, agent: Agent, envs: list[Episodes]):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
     content = {"args": vars(run.args), "agent": agent.state_dict(), "replay": agent.replay}
-    optimizers = agent.optimizers.items()
-    content["optimizers"] = {name: adam.state_dict()["state"] for name, adam in optimizers}
+    content["optimizers"] = {k: x.state_dict()["state"] for k, x in agent.optimizers.items()}
     content["servo"] = {"beta": agent.servo.beta, "lr_multiplier": agent.servo.lr_multiplier}
     # no episode is running between iterations
     content |= {"rng": agent.rng.bit_generator.state, "episodes": [env.episode for env in envs]}
-    content |= {"global_step": run.global_step, "iteration": run.iteration}
-    content |= {"seconds": run.seconds(), "csv_size": run.csv.tell()}
+    content["counters"] = run.global_step, run.iteration, run.seconds(), run.csv.tell()
     torch.save(content, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
@@ -675,19 +600,19 @@ def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
     try:
         content = torch.load(Path(folder) / "checkpoint.pt", map_location="cpu", weights_only=True)
-        return content | {"args": Args(**content["args"])}
+        args = Args(**content["args"])
     except Exception as error:  # damage shows in many ways
         fail(f"{folder}: no checkpoint.pt that can be read: {error!r}")
+    args.env_id = args.env_id.split(":")[-1]  # a module's code runs if the command line names it
+    return content | {"args": args}
 
 
-def load(folder: Path, envs=None) -> tuple[Agent, Args]:
-    """The agent saved in a run's folder, and the run's arguments. `envs` is what it shall act in;
-    by default one environment of the run's id, unless that names a module: it would be run."""
+def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]:
+    """The agent saved in a run's folder, and the run's arguments. `env` is what it shall act in; by
+    default one of the run's id, which is looked up without its module."""
     checkpoint = load_checkpoint(folder)
-    args = checkpoint["args"]
-    if envs is None and ":" in args.env_id:
-        raise ValueError(f"{folder}: runs the code of {args.env_id}; if you trust it, give envs")
-    agent = Agent(envs or make_env(args.env_id), args)
+    args = args or checkpoint["args"]
+    agent = Agent(env or make_env(args.env_id), args)
     try:
         agent.load_state_dict(checkpoint["agent"])
     except RuntimeError as error:
@@ -698,15 +623,20 @@ def load(folder: Path, envs=None) -> tuple[Agent, Args]:
 def evaluate(args: Args) -> list[float]:
     """Play `eval_episodes` greedily with the agent saved in `args.evaluate`; print each return and,
     with `capture_video`, record them into its videos/. Writes nothing else."""
-    torch.set_num_threads(args.num_threads)
-    env = make_env(args.env_id, args.evaluate / "videos" if args.capture_video else None)
-    env = Episodes(env, episode_seed(args.seed, 2**31), 0)
-    (agent, _), returns = load(args.evaluate, env), []
-    act = agent.numpy_actor()
+    if args.capture_video and sys.platform == "linux":
+        os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
+    env = make_env(args.env_id, **{"render_mode": "rgb_array"} if args.capture_video else {})
+    if hasattr(env.unwrapped, "mujoco_renderer") and env.unwrapped.model.ncam:
+        env.unwrapped.mujoco_renderer.camera_id = 0  # follows the robot
+    if args.capture_video:
+        videos = str(args.evaluate / "videos")
+        env = gym.wrappers.RecordVideo(env, videos, lambda _: True, disable_logger=True)
+    env = Episodes(env, replace(args, seed=episode_seed(args.seed, 2**31)), 0)
+    act, returns = load(args.evaluate, env)[0].numpy_actor(), []
     for episode in range(args.eval_episodes):
-        obs, _ = env.reset()
+        env.reset()
         while not env.over:
-            obs, *_ = env.step(act(np.float32(obs)[None], time=len(env.rewards))[0])
+            env.step(act(env.obs[-1][None], time=len(env.rewards))[0])
         returns.append(math.fsum(env.rewards))
         print(f"eval_episode={episode}, episodic_return={returns[-1]:.2f}", flush=True)
     env.close()
@@ -715,16 +645,6 @@ def evaluate(args: Args) -> list[float]:
 
 
 # --- training -------------------------------------------------------------------------------------
-def compile_networks(agent: Agent):
-    """Compile each network in place, if there is a compiler that works."""
-    try:
-        torch.compile(lambda x: x + 1)(agent.obs_moments.mean)
-        agent.actor.compile()
-        agent.critic.compile()
-    except Exception as error:  # whatever a missing or broken compiler raises
-        print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
-
-
 def finished(run: Run, envs: list[Episodes], args: Args) -> bool:
     episodes = sum(env.episode + 1 for env in envs) - 5  # those of the first scale do not count
     played = episodes if args.num_episodes else run.global_step
@@ -737,12 +657,11 @@ def train(args: Args) -> Path:
     torch.backends.cudnn.deterministic = args.torch_deterministic
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
-    envs = make_envs(args)
+    envs = [Episodes(make_env(args.env_id), args, i) for i in range(args.num_envs)]
     torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-    agent = load(args.resume, envs[0])[0] if args.resume else Agent(envs[0], args)
+    agent = load(args.resume, envs[0], args)[0] if args.resume else Agent(envs[0], args)
     agent.to(device)
-    prepare(agent, args)
-    if checkpoint:
+    if args.resume:
         for name, adam in agent.optimizers.items():
             adam.load_state_dict(adam.state_dict() | {"state": checkpoint["optimizers"][name]})
         agent.servo = replace(agent.servo, **checkpoint["servo"])
@@ -750,8 +669,6 @@ def train(args: Args) -> Path:
         agent.rng.bit_generator.state = checkpoint["rng"]
         for env, episode in zip(envs, checkpoint["episodes"], strict=True):
             env.episode = episode
-    if args.compile:
-        compile_networks(agent)
     run = Run(args, checkpoint)
     run.bar.total = None if args.num_episodes else args.total_timesteps
     run.bar.write(f"{args.env_id} on {device}, in {run.folder}")
@@ -790,9 +707,9 @@ def train(args: Args) -> Path:
     if status == "running":
         print(f"go on with: {script} --resume {folder}")
         raise SystemExit(128 + stop[0])
-    print(f"return {final:.2f} over the last 100 episodes; play: {script} --evaluate {folder}")
+    print(f"return {final} over the last 100 episodes; play: {script} --evaluate {folder}")
     if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
+        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
         evaluate(replace(run.args, evaluate=run.folder))
     return run.folder
