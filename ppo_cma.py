@@ -18,10 +18,9 @@ The variance comes first and measures deviations from the mean not yet moved, so
 direction of progress, as in CMA-ES: that prevents PPO's early loss of exploration. Mirroring makes
 a negative advantage at `a` a positive one on the other side of the mean.
 
-    python ppo_cma.py --env-id Humanoid-v4                          # train, 10M steps
-    python ppo_cma.py --env-id Hopper-v4 --iter-steps 8000 --total-timesteps 1000000
-    python ppo_cma.py --resume runs/RUN                             # go on where it stopped
-    python ppo_cma.py --evaluate runs/RUN --capture-video           # play the mean action
+    python ppo_cma.py --env-id Humanoid-v4                   # train, 10M steps
+    python ppo_cma.py --resume runs/RUN                      # go on where it stopped
+    python ppo_cma.py --evaluate runs/RUN --capture-video    # play the mean action
 
 Expect 5,500 on Humanoid-v4 after 10M steps, in an hour and a half on one CPU core (README.md:
 others). Tune `--iter-steps` (N): 4k for toys, 8k for planar robots, 32k for 3-D ones.
@@ -36,7 +35,6 @@ import shlex
 import signal
 import sys
 import time
-from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -61,7 +59,6 @@ class Args:
     torch_deterministic: bool = True  # torch.backends.cudnn.deterministic
     cuda: bool = True  # use a GPU if there is one; networks this small gain little from it
     num_threads: int = 1  # CPU threads of torch; more rarely pay for networks of this size
-    compile: bool = False  # compile the networks: same results to rounding; a CPU gains nothing
     track: bool = False  # also log to Weights and Biases
     wandb_project_name: str = "ppo"  # its project
     wandb_entity: str | None = None  # its entity (team)
@@ -89,12 +86,10 @@ class Args:
     gae_lambda: float = 0.95  # lambda of the generalized advantage estimate
     clip_coef: Annotated[float, arg(aliases=["--ppo-epsilon"])] = 0.2  # epsilon of mode ppo
     ent_coef: Annotated[float, arg(aliases=["--ppo-ent-l-w"])] = 0.0  # entropy bonus of mode ppo
-    num_iterations: int = 0  # computed: total_timesteps / iter_steps, the most there can be
 
     def __post_init__(self):
-        """Compute what is computed; a ValueError, which tyro shows, for what can't be meant."""
+        """A ValueError, which tyro shows, for what can't be meant."""
         self.mode = self.mode.lower().replace("_", "-")  # the original's spelling, too
-        self.num_iterations = math.ceil(self.total_timesteps / max(self.iter_steps, 1))
         low, high = {"seed": 0, "n_updates": 2}, {"gamma": 1, "gae_lambda": 1}
         for name, value in vars(self).items():
             least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
@@ -102,8 +97,6 @@ class Args:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
         if self.mode not in MODES:
             raise ValueError(f"--mode {self.mode}: not one of {', '.join(MODES)}")
-        if Path(self.exp_name).name != self.exp_name:
-            raise ValueError(f"--exp-name {self.exp_name}: a path, not a name")
         if self.resume and (self.run_dir or self.evaluate):
             raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
@@ -111,13 +104,11 @@ class Args:
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
 
-    def given(resume: Path | None = None, evaluate: Path | None = None, env_id: str = ""):
-        return resume or evaluate, env_id
+    def given(resume: Path | None = None, evaluate: Path | None = None):
+        return resume or evaluate
 
-    (folder, env_id), _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
+    folder, _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
     saved = load_checkpoint(folder)["args"] if folder else Args()
-    if ":" in saved.env_id and env_id != saved.env_id:
-        fail(f"{folder} runs a module's code; if you trust it, add --env-id {saved.env_id}")
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
     if args.resume and args.num_envs != saved.num_envs:
         fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
@@ -134,31 +125,22 @@ def fail(message: str):
 
 
 # --- environments ---------------------------------------------------------------------------------
-def make_env(env_id: str, video_folder: Path | None = None) -> gym.Env:
+def make_env(env_id: str, **options) -> gym.Env:
     """A gymnasium environment with flat observations; one clear line if there is no such thing."""
     gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
-    if video_folder and not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")
-    more = {"render_mode": "rgb_array"} if video_folder else {}  # not every environment takes it
     try:
         module = "shimmy:" if env_id.startswith("dm_control/") else ""
-        env = gym.make(f"{module}{env_id}", disable_env_checker=True, **more)
-        space, actions = env.observation_space, env.action_space
-        pixels = space.dtype == np.uint8 and len(space.shape) > 1
-        if pixels or not space.is_np_flattenable:
-            raise NotImplementedError(f"observations are {space}, not a vector")
-        flat = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1
-        if not (flat and np.isfinite(actions.high - actions.low).all()):
-            raise NotImplementedError(f"actions are {actions}, not a flat, finite Box: see ppo.py")
-        if not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1):
-            env = gym.wrappers.FlattenObservation(env)
+        env = gym.make(f"{module}{env_id}", disable_env_checker=True, **options)
     except (gym.error.Error, ImportError, NotImplementedError) as error:
-        fail(f"--env-id {env_id}: {error} (Atari games: ppo_atari_multigpu.py)")
-    if video_folder and hasattr(env.unwrapped, "mujoco_renderer"):  # its own camera stays behind
-        env.unwrapped.mujoco_renderer.camera_id = 0 if env.unwrapped.model.ncam else -1
-    if video_folder:
-        env = gym.wrappers.RecordVideo(env, str(video_folder), lambda _: True, disable_logger=True)
-    return env
+        fail(f"--env-id {env_id}: {error} (your own: module:Id; Atari: ppo_atari_multigpu.py)")
+    space, actions = env.observation_space, env.action_space
+    pixels = space.dtype == np.uint8 and len(space.shape) > 1
+    flat = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1 and actions.is_bounded()
+    if pixels or not space.is_np_flattenable or not flat:
+        hint = "a vector and a flat, finite Box wanted; choices: ppo.py"
+        fail(f"--env-id {env_id}: {space}, {actions}: {hint}; pixels: ppo_atari_multigpu.py")
+    vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
+    return env if vector else gym.wrappers.FlattenObservation(env)
 
 
 def episode_seed(*key: int) -> int:
@@ -167,29 +149,27 @@ def episode_seed(*key: int) -> int:
 
 
 class Episodes(gym.Wrapper):
-    """Seeds every episode by (seed, environment, episode), and holds an action for some steps. The
-    next episode starts when it is asked for."""
+    """Seeded episodes, each begun when it is asked for; an action is held for some steps."""
 
     def __init__(self, env: gym.Env, args: Args, index: int):
         super().__init__(env)
-        self.seed, self.index, self.episode, self.over = args.seed, index, -1, True
-        self.action_repeat, self.rewards = args.action_repeat, []
+        self.args, self.index, self.episode, self.over = args, index, -1, True
 
     def reset(self, **kwargs):
         self.episode, self.over, self.rewards = self.episode + 1, False, []
-        self.obs, info = self.env.reset(seed=episode_seed(self.seed, self.index, self.episode))
+        obs, info = self.env.reset(seed=episode_seed(self.args.seed, self.index, self.episode))
+        self.obs = np.array(obs, np.float32)
         return self.obs, info
 
     def step(self, action: np.ndarray):
         """Hold an action [A] for `action_repeat` steps or to the end; their rewards are summed."""
-        total = 0.0
-        for _ in range(self.action_repeat):
-            self.obs, reward, terminated, truncated, info = self.env.step(action.copy())
+        total, last = 0.0, len(self.rewards) + self.args.action_repeat
+        while len(self.rewards) < last and not self.over:
+            obs, reward, terminated, truncated, info = self.env.step(action.copy())
             self.rewards.append(float(np.asarray(reward).item()))  # from any shape or type
             total += self.rewards[-1]
             self.over = bool(terminated or truncated)
-            if self.over:
-                break
+        self.obs = np.array(obs, np.float32)
         if len(self.rewards) > 100_000 and not self.over:
             raise TimeoutError("100,000 steps, no end: whole episodes need max_episode_steps")
         return self.obs, total, bool(terminated), bool(truncated), info
@@ -227,40 +207,32 @@ class MLP(nn.Module):
 
 
 class Agent(nn.Module):
-    """Networks, observation scale, optimiser and history: all that is needed to act and to learn.
+    """All that is needed to act and to learn in environments with the observation_space and
+    action_space of `env`. In a loop of your own: `act`, `memorize`, `update_with_memorized`."""
 
-    `envs` is anything with gymnasium's observation_space and action_space, single or vectorised.
-    In a loop of your own: `act`, `memorize` each transition, `update_with_memorized`.
-    """
-
-    def __init__(self, envs, args: Args | None = None, pretrain: bool = True):
+    def __init__(self, env, args: Args | None = None, pretrain: bool = True):
         super().__init__()
         self.args = args = args or Args()
-        single = "single_" if hasattr(envs, "single_action_space") else ""
-        (dim,) = getattr(envs, f"{single}observation_space").shape
-        box = getattr(envs, f"{single}action_space")
-        (actions,) = box.shape
+        (dim,), box = env.observation_space.shape, env.action_space
         if not box.is_bounded():
             raise ValueError(f"actions are {box}: PPO-CMA needs finite bounds")
-        low, high = torch.tensor(box.low).float(), torch.tensor(box.high).float()
-        logvar_min, logvar_max = torch.full_like(low, 0.01**2).log(), (high - low).square().log()
-        buffers = {"low": low, "high": high, "logvar_min": logvar_min, "logvar_max": logvar_max}
+        low, high = torch.tensor(box.low).float(), torch.tensor(box.high).float()  # [A]
+        buffers = {"low": low, "high": high, "logvar_max": (high - low).square().log()}
+        buffers |= {"logvar_min": torch.full_like(low, 0.01**2).log(), "updates": torch.tensor(0)}
         buffers |= {"initial_mean": (low + high) / 2, "initial_std": (high - low) / 2}
         buffers |= {"obs_sq_mean": torch.zeros(dim), "obs_scale": torch.ones(dim)}
-        buffers |= {"updates": torch.tensor(0)}  # iterations learned so far
         for name, tensor in buffers.items():
             self.register_buffer(name, tensor)
         self.rng = np.random.default_rng(args.seed)  # of actions
         self.generator = torch.Generator().manual_seed(args.seed)  # of weights and minibatches
-        two = args.mode.startswith("ppo-cma")  # else one network, its outputs shared out
-        self.mean_net = MLP(dim, actions if two else 2 * actions, self.generator)
-        self.var_net = MLP(dim, actions, self.generator) if two else self.mean_net
+        self.cma = args.mode.startswith("ppo-cma")  # else one network, its outputs shared out
+        self.mean_net = MLP(dim, len(low) if self.cma else 2 * len(low), self.generator)
+        self.var_net = MLP(dim, len(low), self.generator) if self.cma else self.mean_net
         self.critic = MLP(dim + 1, 1, self.generator)
         # Adam leaves alone what a loss gives no gradient: it is one for each network
         self.adam = torch.optim.Adam(self.parameters(), args.learning_rate, eps=1e-8, fused=True)
-        self.history = deque(maxlen=args.history_buffer_size)  # of (obs, actions, advantages)
-        self.running: dict[int, list] = {}  # environment -> transitions of its unfinished episode
-        self.memory: list[list] = []  # finished episodes
+        self.history = []  # of the last iterations' (obs, actions, advantages)
+        self.memory, self.running = [], {}  # finished episodes; environment -> its unfinished one
         if pretrain:
             pretrain_policy(self)
 
@@ -274,52 +246,37 @@ class Agent(nn.Module):
         raw = self.var_net(obs * self.obs_scale)[..., -len(self.low) :]
         return self.logvar_min + (self.logvar_max - self.logvar_min) * torch.sigmoid(raw)
 
-    def critic_input(self, obs: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """Scaled observation and time feature, decisions since the episode's start / 1000."""
-        time = 0.001 * time if self.args.gamma > 0 else 0.0 * time
-        return torch.cat([obs * self.obs_scale, time.unsqueeze(-1)], dim=-1)
-
-    def get_action_and_value(self, obs: torch.Tensor, action=None, time=0):
-        """Action (sampled and clipped unless given), its log-density, the entropy, the value."""
-        normal = torch.distributions.Normal(self.mean(obs), (0.5 * self.logvar(obs)).exp())
-        action = normal.sample().clamp(self.low, self.high) if action is None else action
-        value = self.critic(self.critic_input(obs, torch.zeros_like(obs[..., 0]) + time))
-        return action, normal.log_prob(action).sum(-1), normal.entropy().sum(-1), value.squeeze(-1)
-
     @torch.no_grad()
     def numpy_actor(self):
         """The policy as it is now, as a function of raw observations [N, D] and noise [N, A]. Numpy
         is several times faster than torch for the few observations of a step."""
-        nets = dict.fromkeys((self.mean_net, self.var_net))  # two, or one for both
-        weights = zip(*(net.parameters() for net in nets), strict=True)
-        from_input, bias, from_first, from_both = (torch.stack(each) for each in weights)
+        nets = [net.parameters() for net in dict.fromkeys((self.mean_net, self.var_net))]  # 2 or 1
+        from_input, bias, from_first, from_both = map(torch.stack, zip(*nets, strict=True))
         from_input = (from_input * self.obs_scale).flatten(0, 1).T  # one product for all networks
         low, high = torch.cat([self.low, self.logvar_min]), torch.cat([self.high, self.logvar_max])
         tensors = [from_input, bias.flatten(), from_first.mT, from_both.mT, (low + high) / 2]
         tensors += [(high - low) / 2, self.low, self.high, self.initial_mean, self.initial_std]
         arrays = [x.contiguous().cpu().numpy() for x in tensors]
         from_input, bias, from_first, from_both, middle, half, low, high, *initial = arrays
-        learned = bool(self.updates)
+        first = not self.updates
 
         def act(obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
-            if learned:
-                z = (obs @ from_input + bias).reshape(len(obs), len(nets), 1, -1)
-                h1 = np.maximum(z[..., :128], 0.1 * z[..., :128])  # leaky ReLU
-                h2 = z[..., 128:256] + h1 @ from_first
-                h2 = np.maximum(h2, 0.1 * h2)
-                raw = z[..., 256:] + np.concatenate((h1, h2), axis=-1) @ from_both
-                # the sigmoid between two bounds, as a tanh about their middle
-                policy = middle + half * np.tanh(0.5 * raw.reshape(len(obs), -1))
-                mean, std = policy[:, : len(low)], np.exp(0.5 * policy[:, len(low) :])
-            else:  # the first iteration samples the initial Gaussian itself
+            z = (obs @ from_input + bias).reshape(len(obs), len(nets), 1, -1)
+            h1 = np.maximum(z[..., :128], 0.1 * z[..., :128])  # leaky ReLU
+            h2 = z[..., 128:256] + h1 @ from_first
+            h2 = np.maximum(h2, 0.1 * h2)
+            raw = z[..., 256:] + np.concatenate((h1, h2), axis=-1) @ from_both
+            # the sigmoid between two bounds, as a tanh about their middle
+            policy = middle + half * np.tanh(0.5 * raw.reshape(len(obs), -1))
+            mean, std = policy[:, : len(low)], np.exp(0.5 * policy[:, len(low) :])
+            if first:  # the first iteration samples the initial Gaussian itself
                 mean, std = np.tile(initial[0], (len(obs), 1)), initial[1]
             return mean if noise is None else np.minimum(np.maximum(mean + std * noise, low), high)
 
         return act
 
     def act(self, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
-        """Actions [N, A] at raw observations [N, D]: the means or, given `noise(N)`, samples, which
-        are clipped to the box."""
+        """Actions [N, A] at raw observations [N, D]: means or, with `noise(N)`, clipped samples."""
         return self.numpy_actor()(np.asarray(obs, np.float32), noise)
 
     def noise(self, *shape: int) -> np.ndarray:
@@ -338,22 +295,20 @@ class Agent(nn.Module):
         episode still running stays, and counts in the update after its end."""
         episodes, self.memory = self.memory, []
         transitions = [transition for episode in episodes for transition in episode]
-        obs, actions, rewards = zip(*transitions, strict=True)
-        lengths = [len(episode) for episode in episodes]
-        metrics = {"charts/mean_episodic_return": sum(rewards) / len(episodes)}
-        return metrics | update(self, *map(np.array, (obs, actions, rewards, lengths)))
+        obs, actions, rewards = map(np.array, zip(*transitions, strict=True))
+        metrics = {"charts/mean_episodic_return": rewards.sum() / len(episodes)}
+        return metrics | update(self, obs, actions, rewards, [len(episode) for episode in episodes])
 
     def training_state(self) -> dict:
         """What is needed to go on learning, but for what is memorized, for `torch.save`."""
         state = {"agent": self.state_dict(), "adam": self.adam.state_dict()}
-        state |= {"history": list(self.history), "generator": self.generator.get_state()}
+        state |= {"history": self.history, "generator": self.generator.get_state()}
         return state | {"rng": self.rng.bit_generator.state}
 
     def load_training_state(self, state: dict):
         self.load_state_dict(state["agent"])
         self.adam.load_state_dict(state["adam"])
-        history = (tuple(x.to(self.low) for x in batch) for batch in state["history"])
-        self.history = deque(history, self.history.maxlen)
+        self.history = [tuple(x.to(self.low) for x in batch) for batch in state["history"]]
         self.generator.set_state(state["generator"])
         self.rng.bit_generator.state = state["rng"]
 
@@ -460,50 +415,47 @@ def update_obs_scale(agent: Agent, obs: torch.Tensor):
 def update(agent: Agent, obs, actions, rewards, lengths) -> dict[str, float]:
     """One iteration of learning, from whole episodes of `lengths` decisions, one after the other:
     obs [B, D] raw, actions [B, A], rewards [B]."""
-    args, device, cma = agent.args, agent.low.device, agent.args.mode.startswith("ppo-cma")
+    args, critic, adam, device = agent.args, agent.critic, agent.adam, agent.low.device
     time = np.concatenate([np.arange(length) for length in lengths])
     ends = np.append(time[1:] == 0, True)
     obs, actions, time = (torch.as_tensor(x, device=device) for x in (obs, actions, time))
     shape = (args.n_updates, min(args.minibatch_size, len(obs)))  # drawn with replacement
     update_obs_scale(agent, obs)
+    mean_old = agent.mean(obs).detach()
 
     # critic: L1 on Monte-Carlo returns, which are the GAE of V = 0 at lambda = 1
     returns = gae(rewards, np.zeros(len(obs) + 1), ends, ends, args.gamma, 1.0)
-    targets, inputs = torch.tensor(returns).to(obs)[:, None], agent.critic_input(obs, time)
+    targets = torch.tensor(returns).to(obs)[:, None]
+    clock = (0.001 if args.gamma > 0 else 0.0) * time[:, None]  # decisions since the start
+    inputs = torch.cat([obs * agent.obs_scale, clock], dim=-1)
     minibatches = torch.randint(len(obs), shape, generator=agent.generator).to(device)
     if agent.updates == 1:  # the first minibatch ever sets the biases instead
-        agent.critic.center(inputs[minibatches[0]])
+        critic.center(inputs[minibatches[0]])
         minibatches = minibatches[1:]
-    metrics = fit(
-        "value", agent.adam, minibatches, lambda i: F.l1_loss(agent.critic(inputs[i]), targets[i])
-    )
+    metrics = fit("value", adam, minibatches, lambda i: F.l1_loss(critic(inputs[i]), targets[i]))
 
     # advantages by the new critic; the value after an episode's last step is 0
-    with torch.no_grad():
-        values = agent.critic(inputs).squeeze(-1).cpu().double().numpy()
-        mean_old = agent.mean(obs)
-    raw_advantages = gae(rewards, np.append(values, 0.0), ends, ends, args.gamma, args.gae_lambda)
-    advantages = torch.tensor(normalize_advantages(raw_advantages, args.mode)).to(obs)
+    values = critic(inputs).detach().squeeze(-1).cpu().double().numpy()
+    advantages = gae(rewards, np.append(values, 0.0), ends, ends, args.gamma, args.gae_lambda)
+    advantages = torch.tensor(normalize_advantages(advantages, args.mode)).to(obs)
 
-    if cma:  # variance first, from the history, about the mean that has not moved yet
-        agent.history.append((obs, actions, advantages))
-        past_obs, *past = (torch.cat(tensors) for tensors in zip(*agent.history, strict=True))
+    if agent.cma:  # variance first, from the history, about the mean that has not moved yet
+        agent.history = [*agent.history, (obs, actions, advantages)][-args.history_buffer_size :]
+        seen, *past = (torch.cat(tensors) for tensors in zip(*agent.history, strict=True))
         sizes = [len(advantages) for _, _, advantages in agent.history]
         minibatches = history_minibatches(sizes, shape, agent.generator).to(device)
 
         def past_loss(i: torch.Tensor) -> torch.Tensor:
-            policy = agent.mean(past_obs[i]), agent.logvar(past_obs[i])
-            return variance_loss(*(x[i] for x in past), *policy)
+            return variance_loss(*(x[i] for x in past), agent.mean(seen[i]), agent.logvar(seen[i]))
 
-        metrics |= fit("variance", agent.adam, minibatches, past_loss)
-    with torch.no_grad():
-        logvar = agent.logvar(obs)
-        density_old = log_density(actions, mean_old, logvar)
+        metrics |= fit("variance", adam, minibatches, past_loss)
+    logvar = agent.logvar(obs).detach()
+    density_old = log_density(actions, mean_old, logvar)
 
     # then the mean, from this iteration, with the variance just learned; or else mean and variance
     def policy_loss(i: torch.Tensor) -> torch.Tensor:
         a, advantage, mean = actions[i], advantages[i], agent.mean(obs[i])
-        if cma:
+        if agent.cma:
             return mean_loss(a, advantage, mean, logvar[i], mean_old[i], args.mode == "ppo-cma-m")
         policy = mean, agent.logvar(obs[i])
         if args.mode == "ppo":
@@ -511,27 +463,23 @@ def update(agent: Agent, obs, actions, rewards, lengths) -> dict[str, float]:
         return -(advantage * log_density(a, *policy)).mean()  # pg, pg-pos
 
     minibatches = torch.randint(len(obs), shape, generator=agent.generator).to(device)
-    metrics |= fit("policy", agent.adam, minibatches, policy_loss)
+    metrics |= fit("policy", adam, minibatches, policy_loss)
     unexplained = np.var(returns - values) / max(np.var(returns), 1e-12)
     entropy = 0.5 * (logvar + math.log(2.0 * math.pi * math.e)).sum(-1).mean()
     metrics |= {"losses/entropy": entropy.item(), "losses/explained_variance": 1.0 - unexplained}
     metrics["charts/policy_std"] = (0.5 * logvar).exp().mean().item()
     saturated = (mean_old - agent.initial_mean).abs() > 0.98 * agent.initial_std  # nearly bounds
     metrics["charts/saturated_means"] = saturated.double().mean().item()
-    return metrics | {"charts/positive_advantages": np.mean(raw_advantages > 0)}
+    return metrics | {"charts/positive_advantages": (advantages > 0).double().mean().item()}
 
 
 # --- rollout --------------------------------------------------------------------------------------
 def rollout(agent: Agent, envs: list[Episodes], run: "Run", args: Args):
-    """Play whole episodes until they make N environment steps, and memorize them. New ones start
-    until N is reached; then the running ones play to their end. Cutting them off instead, or taking
-    the first to finish, would favour short episodes."""
+    """Play whole episodes, and memorize them: new ones start until N steps are reached, then the
+    running ones play to their end. To cut them off would favour short episodes."""
     act, last, playing = agent.numpy_actor(), run.global_step + args.iter_steps, envs
     while playing:
-        for env in playing:
-            if env.over:
-                env.reset()
-        obs = np.array([env.obs for env in playing], np.float32)  # [K, D]
+        obs = np.array([env.reset()[0] if env.over else env.obs for env in playing])  # [K, D]
         actions = act(obs, agent.noise(len(playing)))  # [K, A]
         for k, env in enumerate(playing):
             run.global_step -= len(env.rewards)
@@ -560,20 +508,18 @@ class Run:
         if args.track:
             import wandb  # before the writer, which it follows
 
-            more = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **more)
+            project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **project)
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
-        self.global_step = checkpoint.get("global_step", 0)
-        self.iteration = checkpoint.get("iteration", 0)
-        self.start = time.monotonic() - checkpoint.get("seconds", 0.0)
+        self.global_step, self.iteration, seconds, size = checkpoint.get("counters", (0, 0, 0.0, 0))
+        self.start = time.monotonic() - seconds
         # what was logged after the checkpoint goes: it will be logged again
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
         self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
-        self.csv.truncate(self.csv.seek(min(checkpoint.get("csv_size", 0), self.csv.tell())))
+        self.csv.truncate(self.csv.seek(min(size, self.csv.tell())))
         if self.csv.tell() == 0:
             self.csv.write("global_step,seconds,return,length\n")
-        more = {"unit": "step", "unit_scale": True, "disable": None, "leave": False}
-        self.bar = tqdm(total=args.total_timesteps, initial=self.global_step, **more)
+        self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
     def seconds(self) -> float:
@@ -600,22 +546,21 @@ class Run:
         content |= {"wall_seconds": round(self.seconds(), 2), "final_return": final_return}
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
 
-    def close(self, status: str) -> float:
+    def close(self, status: str) -> float | None:
         """Close the logs; the mean return of the last 100 training episodes."""
         for log in (self.bar, self.writer, self.csv):
             log.close()
         rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
-        returns = [float(row.split(",")[2]) for row in rows[-100:]]
-        self.write_json(status, np.mean(returns) if returns else None)
-        return np.mean(returns) if returns else math.nan
+        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
+        self.write_json(status, final)
+        return final
 
 
 def save(run: Run, agent: Agent, envs: list[Episodes]):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
     content = {"args": vars(run.args), "episodes": [env.episode for env in envs]}  # none is running
-    content |= {"global_step": run.global_step, "iteration": run.iteration}
-    content |= {"seconds": run.seconds(), "csv_size": run.csv.tell()}
+    content["counters"] = run.global_step, run.iteration, run.seconds(), run.csv.tell()
     torch.save(content | agent.training_state(), run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
@@ -624,19 +569,19 @@ def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
     try:
         content = torch.load(Path(folder) / "checkpoint.pt", map_location="cpu", weights_only=True)
-        return content | {"args": Args(**content["args"])}
+        args = Args(**content["args"])
     except Exception as error:  # damage shows in many ways
         fail(f"{folder}: no checkpoint.pt that can be read: {error!r}")
+    args.env_id = args.env_id.split(":")[-1]  # a module's code runs if the command line names it
+    return content | {"args": args}
 
 
-def load(folder: Path, envs=None, args: Args | None = None) -> tuple[Agent, Args]:
-    """The agent saved in a run's folder, and the run's arguments. `envs` is what it shall act in;
-    by default one environment of the run's id, unless that names a module: it would be run."""
+def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]:
+    """The agent saved in a run's folder, and the run's arguments. `env` is what it shall act in; by
+    default one of the run's id, which is looked up without its module."""
     checkpoint = load_checkpoint(folder)
     args = args or checkpoint["args"]
-    if envs is None and ":" in args.env_id:
-        raise ValueError(f"{folder}: runs the code of {args.env_id}; if you trust it, give envs")
-    agent = Agent(envs or make_env(args.env_id), args, pretrain=False)
+    agent = Agent(env or make_env(args.env_id), args, pretrain=False)
     try:
         agent.load_state_dict(checkpoint["agent"])
     except RuntimeError as error:
@@ -647,15 +592,20 @@ def load(folder: Path, envs=None, args: Args | None = None) -> tuple[Agent, Args
 def evaluate(args: Args) -> list[float]:
     """Play `eval_episodes` greedily with the agent saved in `args.evaluate`; print each return and,
     with `capture_video`, record them into its videos/. Writes nothing else."""
-    torch.set_num_threads(args.num_threads)
-    env = make_env(args.env_id, args.evaluate / "videos" if args.capture_video else None)
+    if args.capture_video and sys.platform == "linux":
+        os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
+    env = make_env(args.env_id, **{"render_mode": "rgb_array"} if args.capture_video else {})
+    if hasattr(env.unwrapped, "mujoco_renderer") and env.unwrapped.model.ncam:
+        env.unwrapped.mujoco_renderer.camera_id = 0  # follows the robot
+    if args.capture_video:
+        videos = str(args.evaluate / "videos")
+        env = gym.wrappers.RecordVideo(env, videos, lambda _: True, disable_logger=True)
     env = Episodes(env, args, 2**31)
-    (agent, _), returns = load(args.evaluate, env), []
-    act = agent.numpy_actor()
+    act, returns = load(args.evaluate, env)[0].numpy_actor(), []
     for episode in range(args.eval_episodes):
         obs, _ = env.reset()
         while not env.over:
-            obs, *_ = env.step(act(np.float32(obs)[None])[0])
+            obs, *_ = env.step(act(obs[None])[0])
         returns.append(math.fsum(env.rewards))
         print(f"eval_episode={episode}, episodic_return={returns[-1]:.2f}", flush=True)
     env.close()
@@ -664,16 +614,6 @@ def evaluate(args: Args) -> list[float]:
 
 
 # --- training -------------------------------------------------------------------------------------
-def compile_networks(agent: Agent):
-    """Compile each network in place, if there is a compiler that works."""
-    try:
-        torch.compile(lambda x: x + 1)(agent.low)
-        for net in agent.children():
-            net.compile()
-    except Exception as error:  # whatever a missing or broken compiler raises
-        print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
-
-
 def train(args: Args) -> Path:
     """Train, or go on training; returns the run's folder."""
     torch.set_num_threads(args.num_threads)
@@ -688,8 +628,6 @@ def train(args: Args) -> Path:
         agent.load_training_state(checkpoint)
         for env, episode in zip(envs, checkpoint["episodes"], strict=True):
             env.episode = episode
-    if args.compile:
-        compile_networks(agent)
     run = Run(args, checkpoint)
     run.bar.write(f"{args.env_id} on {device}, {args.mode}, in {run.folder}")
     stop, status = [], "failed"
@@ -727,9 +665,9 @@ def train(args: Args) -> Path:
     if status == "running":
         print(f"go on with: {script} --resume {folder}")
         raise SystemExit(128 + stop[0])
-    print(f"return {final:.2f} over the last 100 episodes; play: {script} --evaluate {folder}")
+    print(f"return {final} over the last 100 episodes; play: {script} --evaluate {folder}")
     if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
+        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
         evaluate(replace(run.args, evaluate=run.folder))
     return run.folder

@@ -644,27 +644,15 @@ def test_acting_in_numpy_is_the_policy(mode):
     assert (act(obs) == before).all() and (agent.act(obs) != before).any()
 
 
-def test_get_action_and_value_agrees_with_act_and_has_a_true_density():
-    agent = make_agent(4, [-1] * 2, [1] * 2)
-    obs = torch.randn(6, 4)
-    action, logprob, entropy, value = agent.get_action_and_value(obs)
-    assert action.shape == (6, 2)
-    assert logprob.shape == entropy.shape == value.shape == (6,)
-    again = agent.get_action_and_value(obs, action)[1]
-    torch.testing.assert_close(again, logprob)
-    constant = -0.5 * 2 * np.log(2 * np.pi)
-    expected = log_density(action, agent.mean(obs), agent.logvar(obs)) + constant
-    torch.testing.assert_close(logprob, expected)
-    late = agent.get_action_and_value(obs, action, time=torch.full((6,), 500.0))[3]
-    assert not torch.allclose(value, late)  # the critic sees the time
-
-
-def test_time_feature_is_off_at_gamma_0():
-    agent = make_agent(2, gamma=0.0)
-    obs = torch.randn(3, 2)
-    assert torch.equal(agent.critic_input(obs, torch.full((3,), 400.0))[:, 2], torch.zeros(3))
-    agent = make_agent(2)
-    assert agent.critic_input(obs, torch.full((3,), 400.0))[0, 2].item() == pytest.approx(0.4)
+@pytest.mark.parametrize(("gamma", "unit"), [(0.99, 0.001), (0.0, 0.0)])
+def test_the_critic_sees_the_time_but_not_at_gamma_0(gamma, unit):
+    agent, seen = make_agent(2, gamma=gamma, n_updates=2), []
+    agent.critic.register_forward_pre_hook(lambda net, given: seen.append(given[0]))
+    obs, *rest = batch(agent)  # ten episodes of 30
+    ppo_cma.update(agent, obs, *rest)
+    scaled, time = seen[-1].split((2, 1), dim=1)  # of the whole iteration, for the advantages
+    torch.testing.assert_close(scaled, torch.as_tensor(obs) * agent.obs_scale)
+    torch.testing.assert_close(time[:, 0], unit * torch.arange(30).repeat(10))
 
 
 @pytest.mark.parametrize("mode", ["ppo-cma-m", "ppo"])
@@ -763,18 +751,6 @@ def test_annealed_learning_rate(tmp_path, monkeypatch):
     np.testing.assert_allclose(rates[3:], [5e-4 / 4], rtol=1e-12)
     logged = [value for _, value in scalars(tmp_path / "run")["charts/learning_rate"]]
     np.testing.assert_allclose(logged, [*expected, 5e-4 / 4], rtol=1e-6)
-
-
-def test_compiled_networks_learn_the_same():
-    def learn(compiled):
-        agent = make_agent(3, [-1] * 2, [1] * 2, n_updates=10, minibatch_size=64)
-        if compiled:
-            ppo_cma.compile_networks(agent)
-            assert agent.critic._compiled_call_impl is not None
-        ppo_cma.update(agent, *batch(agent))
-        return weights(agent)
-
-    torch.testing.assert_close(learn(True), learn(False), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.gpu
