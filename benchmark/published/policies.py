@@ -55,7 +55,7 @@ def keep(run: Path) -> str:
     if content["status"] != "finished":
         more += f" stopped before its {args['total_timesteps']:,} steps"
     row = {"env": args["env_id"], "script": script, "more": more, "seed": args["seed"]}
-    row |= {"steps": saved["global_step"], "mean": np.mean(returns), "std": np.std(returns)}
+    row |= {"steps": saved["counters"][0], "mean": np.mean(returns), "std": np.std(returns)}
     return ROW.format(**row)
 
 
