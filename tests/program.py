@@ -192,8 +192,8 @@ def assert_same(a, b):
     elif isinstance(a, dict):
         assert a.keys() == b.keys()
         for key in a:
-            if key not in ("seconds", "csv_size"):  # of which one is in the other
-                assert_same(a[key], b[key])
+            timed = key == "counters"  # seconds and the size of the csv, which holds some, differ
+            assert_same(a[key][:2] if timed else a[key], b[key][:2] if timed else b[key])
     elif isinstance(a, list | tuple):
         assert len(a) == len(b)
         for x, y in zip(a, b, strict=True):

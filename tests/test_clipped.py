@@ -67,16 +67,11 @@ class Log:
         self.rows.append(row)
 
 
-def make_agent(script, envs, args):
+def make_agent(script, env, args):
     torch.manual_seed(0)
-    agent = script.Agent(envs, args)
+    agent = script.Agent(env, args)
     agent.adam = script.flat_adam(agent)
     return agent
-
-
-def start(script, envs, n: int) -> dict:
-    at = {"obs": envs.reset()[0], "over": np.zeros(n, bool)}
-    return at | ({"discounted": np.zeros(n)} if script is ppo_continuous_action else {})
 
 
 def set_up(script, env_id="Clock", **kwargs):
@@ -86,13 +81,10 @@ def set_up(script, env_id="Clock", **kwargs):
     args = script.Args(
         env_id=env_id, **{"num_envs": 1, "num_steps": 64, "num_minibatches": 4} | kwargs
     )
-    envs = script.make_envs(args)
-    return args, envs, make_agent(script, envs, args)
-
-
-def roll(script, args, envs, agent):
-    """The first rollout."""
-    return script.rollout(agent, envs, start(script, envs, args.num_envs), Log(), args)
+    envs = [script.Episodes(script.make_env(args.env_id), args, i) for i in range(args.num_envs)]
+    for env in envs:
+        env.reset()
+    return args, envs, make_agent(script, envs[0], args)
 
 
 def spying(script):
@@ -180,22 +172,17 @@ def test_gae_is_the_brute_force_sum(script, data):
 
 
 @both
-@pytest.mark.parametrize("backend", ["gymnasium", "async", "gymnasium's own"])
 @pytest.mark.parametrize("env_id", ["ClockLimit7", "ClockEnds5and3"])
-def test_truncation_bootstraps_and_termination_does_not(script, env_id, backend, monkeypatch):
+def test_truncation_bootstraps_and_termination_does_not(script, env_id):
     """Traps 1, 3, 4, 36, 45. Where all rewards are 1 the value is 1 / (1 - gamma) if nothing ends
     but by a time limit; a critic that says so leaves no advantage."""
-    if script is ppo_continuous_action:
-        monkeypatch.setattr(script, "scale_rewards", lambda agent, at, data, gamma: data.rewards)
-    if backend == "gymnasium's own":
-        monkeypatch.setattr(script, "SyncEnvs", gym.vector.SyncVectorEnv)
-        backend = "gymnasium"
-    args, envs, agent = set_up(script, env_id, num_envs=3, num_steps=41, env_backend=backend)
+    args, envs, agent = set_up(script, env_id, num_envs=3, num_steps=41)
     log = Log()
-    data = script.rollout(agent, envs, start(script, envs, 3), log, args)
-    envs.close()
-    flags = data.terminated, data.truncated
-    advantages = script.gae(data.rewards, np.full((42, 3), 10.0), *flags, 0.9, 0.95)
+    data = script.rollout(agent, envs, log, args)
+    flags, rewards = (data.terminated, data.truncated), data.rewards
+    if script is ppo_continuous_action:  # the rewards as they were before they were scaled
+        rewards = rewards * math.sqrt(agent.return_moments.var + 1e-8)
+    advantages = script.gae(rewards, np.full((42, 3), 10.0), *flags, 0.9, 0.95)
     lengths = [7] if env_id == "ClockLimit7" else [5, 3]
     for i in range(3):  # no two episodes meet in a row, and none of an episode is lost
         steps, junk = data.obs[:-1, i, 1], ~data.valid[:, i]
@@ -219,15 +206,15 @@ def test_a_rollout_goes_on_where_the_last_one_stopped(script):
     """Trap 46, and returns of episodes that span rollouts."""
     sizes = {"num_envs": 2, "num_steps": 4, "num_minibatches": 1}
     args, envs, agent = set_up(script, "ClockEnds5and3", **sizes)
-    at, log = start(script, envs, 2), Log()
-    first, second = (script.rollout(agent, envs, at, log, args) for _ in range(2))
+    log = Log()
+    first, second = (script.rollout(agent, envs, log, args) for _ in range(2))
     assert (second.obs[0] == first.obs[-1]).all()
     assert first.obs[:, 0, 1].tolist() == [0, 1, 2, 3, 4]  # trap 33: rows are copies
     assert second.obs[:, 0, 1].tolist() == [4, 5, 0, 1, 2]
     assert second.valid[:, 0].tolist() == [True, False, True, True]
     assert log.rows == [(10, 5.0, 5)] * 2
     assert log.global_step == 14
-    script.rollout(agent, envs, at, log, args)
+    script.rollout(agent, envs, log, args)
     assert log.rows[2:] == [(16, 3.0, 3)] * 2
 
 
@@ -238,9 +225,9 @@ def test_junk_transitions_reach_nothing(script):
     results = []
     for poison in (0.0, np.nan):
         args, envs, agent = set_up(script, "ClockEnds5and3", num_envs=2, num_steps=20)
-        at, log, metrics = start(script, envs, 2), Log(), []
+        log, metrics = Log(), []
         for _ in range(3):
-            data = script.rollout(agent, envs, at, log, args)
+            data = script.rollout(agent, envs, log, args)
             assert (~data.valid).sum() > 4
             rewards, actions = data.rewards.copy(), data.actions.copy()
             rewards[~data.valid] = poison
@@ -259,28 +246,51 @@ def test_junk_transitions_reach_nothing(script):
 # --- normalisers ----------------------------------------------------------------------------------
 
 
+class Told(gym.Env):
+    """Pays and ends as told, in each step by the next of `rows`."""
+
+    observation_space, action_space = Clock.observation_space, BOX
+
+    def __init__(self, rows):
+        self.rows = iter(rows)
+
+    def reset(self, seed=None, options=None):
+        return np.zeros(2), {}
+
+    def step(self, action):
+        reward, terminated, truncated = next(self.rows)
+        return np.zeros(2), reward, terminated, truncated, {}
+
+
 def test_reward_scaling_by_the_loop_it_stands_for():
     """Traps 12, 13, 14: one scale for all environments, from returns that end with the episode,
-    whatever ended it; no mean is subtracted; rewards of junk rows do not count."""
-    script, T, N = ppo_continuous_action, 30, 3
-    agent, at = set_up(script)[2], {"discounted": np.zeros(N)}
-    seen, running, previous = [], np.zeros(N), np.zeros(N, bool)
-    for _ in range(2):
-        flags, rewards = rng.random((2, T, N)) < 0.1, rng.normal(3.0, 20.0, (T, N))
-        valid = np.ones((T, N), bool)
-        for t in range(T):
-            valid[t], flags[:, t] = ~previous, flags[:, t] & ~previous
-            previous = flags[:, t].any(axis=0)
-        rewards[~valid] = 0.0
-        data = script.Rollout(None, None, rewards, *flags, valid)
-        scaled = script.scale_rewards(agent, at, data, 0.9)
-        for t in range(T):
-            running = 0.9 * running + rewards[t]
-            seen += list(running[valid[t]])
-            running[flags[:, t].any(axis=0)] = 0.0
+    whatever ended it; no mean is subtracted; junk rows do not count."""
+    script, T, N = ppo_continuous_action, 100, 3
+    args, _, agent = set_up(script, num_envs=N, num_steps=T, gamma=0.9)
+    local = np.random.default_rng(0)
+    ends, pays = local.random((2, N, 2 * T)) < 0.1, local.normal(3.0, 20.0, (N, 2 * T))
+    for i, pay in enumerate([-1e4, 1e4]):  # to be clipped
+        pays[i, ends[:, i].any(axis=0).argmax()] = pay
+    told = [list(zip(pays[i], *ends[:, i], strict=True)) for i in range(N)]
+    envs = [script.Episodes(Told(rows), args, i) for i, rows in enumerate(told)]
+    for env in envs:
+        env.reset()
+    left, seen, running, over = [iter(rows) for rows in told], [], np.zeros(N), np.zeros(N, bool)
+    for k in range(2):
+        data, rewards = script.rollout(agent, envs, Log(), args), np.zeros((T, N))
+        for t, i in np.ndindex(T, N):
+            assert data.valid[t, i] == (not over[i])
+            if over[i]:
+                running[i], over[i] = 0.0, False
+                continue
+            rewards[t, i], *flags = next(left[i])
+            assert flags == [data.terminated[t, i], data.truncated[t, i]]
+            running[i], over[i] = 0.9 * running[i] + rewards[t, i], any(flags)
+            seen.append(running[i])
         expected = np.clip(rewards / np.sqrt(np.var(seen) + 1e-8), -10, 10)
-        np.testing.assert_allclose(scaled, expected, rtol=1e-9)
-        np.testing.assert_allclose(at["discounted"], running)
+        np.testing.assert_allclose(data.rewards, expected, rtol=1e-9)
+        np.testing.assert_allclose([env.discounted for env in envs], running)
+        assert k or [data.rewards.min(), data.rewards.max()] == [-10.0, 10.0]
 
 
 def test_moments_are_those_of_all_that_was_seen():
@@ -310,7 +320,7 @@ def test_the_policy_that_acted_is_the_one_that_the_update_starts_from(monkeypatc
     """The moments are those of the rollout until its update is done."""
     script, noises = ppo_continuous_action, []
     args, envs, agent = set_up(script, "Pendulum-v1")
-    at, plain = start(script, envs, 1), script.gae
+    plain = script.gae
 
     def gae(*given):
         obs, actions = torch.tensor(data.obs[:-1]), torch.tensor(data.actions)
@@ -321,7 +331,7 @@ def test_the_policy_that_acted_is_the_one_that_the_update_starts_from(monkeypatc
     monkeypatch.setattr(script, "gae", gae)
     for k in range(3):
         noise = copy.deepcopy(agent).noise(64, 1)
-        data = script.rollout(agent, envs, at, Log(), args)
+        data = script.rollout(agent, envs, Log(), args)
         script.update(agent, data, 1e-3, args)
         assert agent.obs_moments.count == 64 * (k + 1)
         if k:  # the first update has nothing to normalize by but its own rollout
@@ -332,8 +342,8 @@ def test_the_policy_that_acted_is_the_one_that_the_update_starts_from(monkeypatc
 
 
 def agent_of(box, **kwargs):
-    envs = SimpleNamespace(observation_space=Clock.observation_space, action_space=box)
-    return ppo_continuous_action.Agent(envs, ppo_continuous_action.Args(**kwargs))
+    env = SimpleNamespace(observation_space=Clock.observation_space, action_space=box)
+    return ppo_continuous_action.Agent(env, ppo_continuous_action.Args(**kwargs))
 
 
 def test_log_density_and_entropy_are_those_of_torch():
@@ -385,14 +395,14 @@ def test_numpy_policy_is_the_torch_policy():
 @both
 def test_numpy_policy_is_that_of_when_it_was_made(script):
     args, envs, agent = set_up(script)
-    obs = rng.normal(size=(5, 2)).astype(np.float32)
-    act, noise = agent.numpy_actor(), np.zeros((5, 2 if script is ppo else 1), np.float32)
+    obs = rng.normal(size=(100, 2)).astype(np.float32)
+    act, noise = agent.numpy_actor(), np.zeros((100, 2 if script is ppo else 1), np.float32)
     before = act(obs, noise)
     with torch.no_grad():
         for parameter in agent.parameters():
             parameter.add_(torch.randn_like(parameter))
     assert (act(obs, noise) == before).all()
-    assert (agent.act(obs) != before).any()
+    assert (agent.numpy_actor()(obs, noise) != before).any()
 
 
 @pytest.mark.parametrize("scale_actions", [True, False])
@@ -400,10 +410,10 @@ def test_stored_actions_are_not_clipped_and_those_taken_are(scale_actions, monke
     """Traps 22, 23."""
     more = {"num_steps": 200, "log_std_init": 1.0, "scale_actions": scale_actions}
     args, envs, agent = set_up(ppo_continuous_action, "Pendulum-v1", **more)
-    env, taken = envs.envs[0].env, []
+    env, taken = envs[0].env, []
     step = env.step
     monkeypatch.setattr(env, "step", lambda action: taken.append(action) or step(action))
-    data = roll(ppo_continuous_action, args, envs, agent)
+    data = ppo_continuous_action.rollout(agent, envs, Log(), args)
     assert np.abs(data.actions).max() > 4
     np.testing.assert_array_equal(taken, np.clip(data.actions[:, 0], -2, 2))
     assert data.actions.std() == pytest.approx(math.e * (2 if scale_actions else 1), rel=0.15)
@@ -487,9 +497,9 @@ def test_sampled_actions_have_the_policys_frequencies(name):
 @pytest.mark.parametrize("env_id", GUESSES)
 def test_every_space_is_learned_on(env_id):
     args, envs, agent = set_up(ppo, env_id, num_envs=4, num_steps=128, ent_coef=0.0)
-    at, log, means = start(ppo, envs, 4), Log(), []
+    log, means = Log(), []
     for _ in range(10):
-        data = ppo.rollout(agent, envs, at, log, args)
+        data = ppo.rollout(agent, envs, log, args)
         means.append(data.rewards[data.valid].mean())
         ppo.update(agent, data, 1e-3, args)
     assert means[-1] > 1.4 * means[0]
@@ -528,9 +538,8 @@ class Fixed(torch.nn.Module):
 
 def loss_of(script, logratio, advantage, value=0.0, old=0.0, target=0.0, **kwargs):
     agent = Fixed([logratio], [value])
-    batch = script.Batch(*(torch.tensor([float(x)]) for x in (0, 0, 0, advantage, target, old)))
-    args = script.Args(norm_adv=False, **kwargs)
-    loss, metrics = script.ppo_loss(agent, dict(agent.named_parameters()), batch, args)
+    batch = [torch.tensor([float(x)]) for x in (0, 0, 0, advantage, target, old)]
+    loss, metrics = script.ppo_loss(agent, script.Args(norm_adv=False, **kwargs), *batch)
     loss.backward()
     return metrics, agent.logprob.grad.item(), agent.value.grad.item()
 
@@ -571,14 +580,14 @@ def test_value_loss(script, value, target, clip_vloss):
 def test_first_minibatch_has_ratio_one(script):
     """Trap 18, in the second iteration too, when the normaliser has moved."""
     args, envs, agent = set_up(script, "CartPole-v1" if script is ppo else "Pendulum-v1")
-    at = start(script, envs, 1)
     for _ in range(3):
-        data, (step, seen) = script.rollout(agent, envs, at, Log(), args), spying(script)
+        data, (step, seen) = script.rollout(agent, envs, Log(), args), spying(script)
         metrics = script.update(agent, data, 1e-3, args, step)
         assert abs(seen[0].old_approx_kl) < 1e-6 and abs(seen[0].approx_kl) < 1e-6
         assert seen[0].clipfrac == 0
-        floats = seen[0].batch._replace(actions=seen[0].batch.values)  # trap 34
-        assert {x.dtype for x in (*floats, agent.adam["parameters"])} == {torch.float32}
+        obs, _, *numbers = seen[0].batch
+        floats = [obs, *numbers, agent.adam["parameters"]]
+        assert len(floats) == 6 and {x.dtype for x in floats} == {torch.float32}  # trap 34
         assert seen[-1].approx_kl > 1e-5
         assert vars(seen[0]).keys() == {"batch", "rows", *METRICS}
         for name in METRICS:
@@ -623,7 +632,7 @@ def test_target_kl(script):
             num_minibatches=4, update_epochs=6,
         )  # fmt: skip
         step, seen = spying(script)
-        script.update(agent, roll(script, args, envs, agent), 3e-3, args, step)
+        script.update(agent, script.rollout(agent, envs, Log(), args), 3e-3, args, step)
         assert agent.adam["steps"] == len(seen)
         return np.array([one.approx_kl for one in seen]).reshape(-1, 4).mean(axis=1)
 

@@ -1,5 +1,5 @@
 """ppo.py and ppo_continuous_action.py as programs: command line, run folder, resume, saved policy,
-evaluation, backends, compilers. What all scripts promise is in test_promises.py, what kills,
+evaluation, compilers. What all scripts promise is in test_promises.py, what kills,
 signals and damage do in test_faults.py, what environments do in test_faults_environments.py."""
 
 import contextlib
@@ -108,14 +108,17 @@ def test_every_flag_of_cleanrl_in_every_spelling(script, mark, joint, on, monkey
 
 def test_what_another_script_is_for_is_told(script, undisturbed, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    sibling = {ppo: "ppo_continuous_action.py", ppo_continuous_action: "ppo.py"}[script]
+    sibling = f"{OTHER[script].__name__}.py"
+    other = {ppo: "boxes", ppo_continuous_action: "choices"}[script]
     for line, says in (
         (
             "--env-id Pixels-v0",
-            "--env-id Pixels-v0: observations are Box(0, 255, (8, 8, 3), uint8), not",
+            "--env-id Pixels-v0: Box(0, 255, (8, 8, 3), uint8), Box(-1.0, 1.0, (1,), float32): ",
         ),
-        (f"--env-id {ENV_ID[OTHER[script]]}", f"see {sibling}"),
-        ("--env-id Hopper-v2 --env-backend async", "gymnasium-robotics"),
+        ("--env-id Pixels-v0", "; pixels: ppo_atari_multigpu.py\n"),
+        (f"--env-id {ENV_ID[OTHER[script]]}", f"{other}: {sibling}; "),
+        ("--env-id Hopper-v2", "gymnasium-robotics"),
+        ("--env-id Nothing-v0", "(your own: module:Id; Atari: ppo_atari_multigpu.py)\n"),
         (f"--evaluate {undisturbed[0]} --env-id {LARGER[script]}", "its agent does not fit"),
     ):
         with pytest.raises(SystemExit) as end:
@@ -149,8 +152,11 @@ def test_run_folder_and_logs(script, undisturbed):
         "torch": torch.__version__, "gymnasium": gym.__version__, "numpy": np.__version__
     }  # fmt: skip
     assert info["wall_seconds"] > 0
-    assert checkpoint["iteration"] == 5  # 60 steps are no iteration
-    assert info["global_step"] == checkpoint["global_step"] <= 640
+    global_step, iteration, seconds, size = checkpoint["counters"]
+    assert iteration == 5  # 60 steps are no iteration
+    assert info["global_step"] == global_step <= 640
+    assert 0 < seconds <= info["wall_seconds"] + 0.01
+    assert size == (folder / "episodes.csv").stat().st_size
 
     assert (folder / "episodes.csv").read_text().startswith("global_step,seconds,return,length\n")
     episodes = np.array(rows(folder)[1:], float)
@@ -162,7 +168,8 @@ def test_run_folder_and_logs(script, undisturbed):
     assert info["final_return"] == pytest.approx(returns[-100:].mean())
     printed = re.findall(r"^global_step=(\d+), episodic_return=([\d.]+)$", out, re.M)
     assert [[float(s), float(r)] for s, r in printed] == episodes[:, :2].tolist()
-    assert f"--evaluate {folder}\n" in out
+    said = f"return {info['final_return']} over the last 100 episodes; play: python "
+    assert said in out and out.endswith(f" --evaluate {folder}\n")
 
     points = scalars(folder, timed=True)
     for tag, column in (("charts/episodic_return", returns), ("charts/episodic_length", lengths)):
@@ -171,7 +178,7 @@ def test_run_folder_and_logs(script, undisturbed):
     assert points.keys() >= losses | {"charts/learning_rate", "charts/SPS"}
     for tag, values in points.items():
         assert len({step for step, _ in values}) == 5, tag
-        assert values[-1][0] == checkpoint["global_step"], tag
+        assert values[-1][0] == global_step, tag
     rates = [script.Args.learning_rate * (1 - k / 5) for k in range(5)]
     assert [rate for _, rate in points["charts/learning_rate"]] == pytest.approx(rates)
 
@@ -191,9 +198,10 @@ def test_same_seed_same_bits(script, undisturbed, tmp_path):
 def test_no_two_episodes_start_alike(script):
     first = []
     for seed in range(6):
-        envs = script.make_envs(script.Args(env_id=ENV_ID[script], num_envs=4, seed=seed))
-        for _ in range(5):
-            first += [tuple(obs) for obs in envs.reset()[0]]
+        args = script.Args(env_id=ENV_ID[script], seed=seed)
+        for i in range(4):
+            env = script.Episodes(script.make_env(args.env_id), args, i)
+            first += [tuple(env.reset()[0]) for _ in range(5)]
     assert len(set(first)) == len(first) == 120
 
 
@@ -210,9 +218,17 @@ def test_the_script_alone_in_an_empty_folder_without_a_compiler(script, undistur
     (folder,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(rf"{ENV_ID[script]}__{name}__1__\d+", folder.name)
     assert result.stdout.count("going on eagerly\n") == 1
-    assert f"{ENV_ID[script]} on cpu, eager, 5 iterations, in runs/{folder.name}\n" in result.stdout
+    assert f"{ENV_ID[script]} on cpu, 5 iterations, in runs/{folder.name}\n" in result.stdout
     same = plain(undisturbed[1], compile_from=0, save_model=False)
     assert_same(plain(script.load_checkpoint(folder)), same)
+
+
+def test_the_experiments_name_may_be_a_path(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = f"{SMALL[script]} --total-timesteps 128 --exp-name a/b --save-model"
+    script.train(script.parse_args(flags.split()))
+    (path,) = Path().rglob("*.cleanrl_model")
+    assert re.fullmatch(rf"runs/{ENV_ID[script]}__a/b__1__\d+/b\.cleanrl_model", str(path))
 
 
 def test_dependencies_in_the_header_are_the_projects(script, root):
@@ -282,7 +298,7 @@ def test_resume_with_other_flags(script, undisturbed, tmp_path):
     shutil.copytree(undisturbed[0], folder)
     flags = "--learning-rate 1e-4 --no-anneal-lr --num-steps 32 --total-timesteps 448"
     resumed = resume(script, folder, flags)  # two iterations of 64 after the five of 128
-    assert (resumed["iteration"], resumed["args"].learning_rate) == (7, 1e-4)
+    assert (resumed["counters"][1], resumed["args"].learning_rate) == (7, 1e-4)
     assert resumed["args"].env_id == ENV_ID[script]
     before, after = scalars(undisturbed[0]), scalars(folder)
     assert {tag: points[: len(before[tag])] for tag, points in after.items()} == before
@@ -291,21 +307,14 @@ def test_resume_with_other_flags(script, undisturbed, tmp_path):
     assert json.loads((folder / "run.json").read_text())["args"]["num_steps"] == 32
 
 
-@pytest.mark.parametrize("backend", ["gymnasium", "async"])
-def test_resumed_where_an_episode_had_just_ended(script, backend, tmp_path):
+def test_resumed_where_an_episode_had_just_ended(script, tmp_path):
     folder, whole = tmp_path / "run", tmp_path / "whole"
-    env_id = f"Clockwork_{script.__name__}-v0"
-    flags = f"--env-id {env_id} --num-steps 10 --no-anneal-lr --env-backend {backend}"
-    assert train(script, folder, f"{flags} --total-timesteps 20")["at"]["over"].all()
+    flags = f"--env-id Clockwork_{script.__name__}-v0 --num-steps 10 --no-anneal-lr"
+    begun = train(script, folder, f"{flags} --total-timesteps 20")
+    assert [len(actions) for actions in begun["actions"]] == [10, 10]  # whole episodes
     expected = train(script, whole, f"{flags} --total-timesteps 80")
     assert_same(resume(script, folder, "--total-timesteps 80"), expected)
     assert rows(folder) == rows(whole)
-
-
-def test_async_is_gymnasium_in_other_processes(script, undisturbed, tmp_path):
-    checkpoint = train(script, tmp_path, "--env-backend async --total-timesteps 700")
-    assert_same(plain(checkpoint, env_backend="gymnasium", save_model=True), plain(undisturbed[1]))
-    assert rows(tmp_path) == rows(undisturbed[0])
 
 
 # --- a saved policy -------------------------------------------------------------------------------
@@ -374,24 +383,31 @@ gym.register("Own-v0", Clockwork, kwargs={{"action_space": space}})
 def test_a_module_is_imported_only_if_given_on_the_command_line(
     script, tmp_path, monkeypatch, capsys
 ):
+    def forget():
+        del sys.modules["own_module"], gym.registry["Own-v0"]
+
     (tmp_path / "own_module.py").write_text(MODULE.format(discrete=script is ppo))
     monkeypatch.syspath_prepend(tmp_path)
     given, folder = "--env-id own_module:Own-v0", tmp_path / "run"
     train(script, folder, f"{given} --total-timesteps 128")
     assert f"--evaluate {folder} {given}\n" in capsys.readouterr().out
-    del sys.modules["own_module"]
-    for mode in ("resume", "evaluate"):
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)["args"]["env_id"]
+    assert (saved, script.load_checkpoint(folder)["args"].env_id) == ("own_module:Own-v0", "Own-v0")
+    forget()
+    for start in (resume, evaluate, lambda script, folder: script.load(folder)):
         with pytest.raises(SystemExit) as end:
-            script.parse_args([f"--{mode}", str(folder)])
+            start(script, folder)
         assert end.value.code == 2
-        assert f"if you trust it, add {given}\n" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="if you trust it, give envs"):
-        script.load(folder)
+        err = capsys.readouterr().err
+        assert "--env-id Own-v0: " in err and "(your own: module:Id; " in err
+        assert err.count("\n") == 1
     assert "own_module" not in sys.modules
     assert evaluate(script, folder, f"{given} --eval-episodes 1") == [10.0]
     assert "own_module" in sys.modules
-    assert resume(script, folder, f"{given} --total-timesteps 256")["iteration"] == 2
-    del sys.modules["own_module"]
+    assert resume(script, folder, f"{given} --total-timesteps 256")["counters"][1] == 2
+    assert evaluate(script, folder, "--eval-episodes 1") == [10.0]  # it is registered by now
+    assert script.load(folder)[1].env_id == "Own-v0"
+    forget()
 
 
 def test_dm_control(tmp_path):
@@ -406,16 +422,18 @@ def test_dm_control(tmp_path):
 def test_short_runs_are_not_compiled(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch, "compile", None)
     train(script, tmp_path, "--total-timesteps 128")
-    assert " on cpu, eager, 1 iterations, " in capsys.readouterr().out
+    assert "--compile" not in capsys.readouterr().out  # nor tried to
 
 
-def check_compiled_is_eager(script, folder: Path, capsys, flags: str):
+def check_compiled_is_eager(script, folder: Path, monkeypatch, flags: str):
     """Minibatches of two sizes, junk rows, and values that are clipped or not."""
+    plain, steps = script.compile_step, []
+    spy = lambda *given: steps.append(plain(*given)) or steps[-1]  # noqa: E731
+    monkeypatch.setattr(script, "compile_step", spy)
     flags += " --num-steps 128 --num-minibatches 3 --total-timesteps 1024 --compile-from 0"
     compiled = train(script, folder / "compiled", flags)
     eager = train(script, folder / "eager", f"{flags} --no-compile")
-    said = capsys.readouterr().out
-    assert said.count(", compiled, ") == said.count(", eager, ") == 1
+    assert [step is script.minibatch_step for step in steps] == [False, True]
     for name, value in eager["agent"].items():
         torch.testing.assert_close(compiled["agent"][name], value, rtol=1e-4, atol=1e-5)
     losses = scalars(folder / "eager")
@@ -424,14 +442,14 @@ def check_compiled_is_eager(script, folder: Path, capsys, flags: str):
         assert values == pytest.approx(expected, rel=1e-3, abs=1e-4), tag
 
 
-def test_compiled_is_eager_to_rounding(script, tmp_path, capsys):
-    check_compiled_is_eager(script, tmp_path, capsys, "")
+def test_compiled_is_eager_to_rounding(script, tmp_path, monkeypatch):
+    check_compiled_is_eager(script, tmp_path, monkeypatch, "")
 
 
 @pytest.mark.slow
-def test_another_agent_is_compiled_anew_and_resumes_to_the_same_bits(script, tmp_path, capsys):
+def test_another_agent_is_compiled_anew_and_resumes_to_the_same_bits(script, tmp_path, monkeypatch):
     for k, more in enumerate(["", f"--env-id {LARGER[script]}", "--ent-coef 0.5 --gamma 0.9"]):
-        check_compiled_is_eager(script, tmp_path / str(k), capsys, more)
+        check_compiled_is_eager(script, tmp_path / str(k), monkeypatch, more)
     flags = "--compile-from 0 --no-anneal-lr --total-timesteps"
     train(script, tmp_path / "parts", f"{flags} 128")
     whole = train(script, tmp_path / "whole", f"{flags} 256")
@@ -441,8 +459,8 @@ def test_another_agent_is_compiled_anew_and_resumes_to_the_same_bits(script, tmp
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 @pytest.mark.parametrize("more", ["", "--cudagraphs"])
-def test_compiled_on_a_gpu_is_eager_to_rounding(more, script, tmp_path, capsys):
-    check_compiled_is_eager(script, tmp_path, capsys, f"--cuda {more}")
+def test_compiled_on_a_gpu_is_eager_to_rounding(more, script, tmp_path, monkeypatch):
+    check_compiled_is_eager(script, tmp_path, monkeypatch, f"--cuda {more}")
 
 
 def test_parameters_are_made_one_vector_where_they_stay(script, monkeypatch):
