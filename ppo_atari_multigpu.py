@@ -139,7 +139,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     if folder and folder == args.run_dir:
         if '"status": "finished"' in (folder / "run.json").read_text():
             fail(f"a finished run is there: --resume {folder} --total-timesteps N goes on with it")
-        args.resume = folder
+        args = replace(args, resume=folder, run_dir=None)
     if args.resume and (args.env_id, args.num_envs) != (saved.env_id, saved.num_envs):
         fail(f"{args.resume} goes on with its {saved.num_envs} environments of {saved.env_id}")
     for package in ["moviepy"] * args.capture_video + ["wandb"] * args.track + ["envpool"]:

@@ -200,7 +200,7 @@ def test_two_processes_train_and_log_as_one(pair):
     assert all(counts[int(length)] == score for score, length in zip(returns, lengths, strict=True))
     assert (np.diff(steps) >= 0).all()
     assert steps[:4].tolist() == [24, 24, 30, 30]  # 4 in each of 7 and of 9 rows, less junk
-    assert checkpoint["global_step"] == 5 * STEPS - 2 * (40 // 4 + 40 // 5)
+    assert checkpoint["counters"][0] == 5 * STEPS - 2 * (40 // 4 + 40 // 5)
     out = (pair / "log0").read_text()
     assert out.count("episodic_return=") == len(steps)
     assert "Breakout-v5 on 2 x cpu" in out
@@ -211,11 +211,12 @@ def test_a_run_of_two_processes_goes_on_with_one(pair, toys, tmp_path):
     shutil.copytree(pair / "run", tmp_path / "run")
     before = script.load_checkpoint(tmp_path / "run")
     after = resume(tmp_path / "run", f"--total-timesteps {7 * STEPS}")
-    assert (before["iteration"], after["iteration"]) == (5, 7)
+    (step, first), (last, second) = (run["counters"][:2] for run in (before, after))
+    assert (first, second) == (5, 7)
     first = [value for step, value in scalars(tmp_path / "run")["losses/entropy"]]
     assert len(first) == 7
-    assert [s for s, _ in scalars(tmp_path / "run")["losses/entropy"]][4] == before["global_step"]
-    assert STEPS < after["global_step"] - before["global_step"] < 2 * STEPS
+    assert [s for s, _ in scalars(tmp_path / "run")["losses/entropy"]][4] == step
+    assert STEPS < last - step < 2 * STEPS
     first, second = (adam_steps(run["optimizer"]) for run in (before, after))
     assert second == first + 4
     assert len(toys[0]["seed"]) == 4
@@ -507,12 +508,12 @@ def test_the_same_command_goes_on_where_it_was_cut_off(toys, tmp_path, monkeypat
     monkeypatch.setattr(script, "save", cut_off)
     with pytest.raises(KeyboardInterrupt):
         script.train(parse(flags))
-    assert script.load_checkpoint(tmp_path / "run")["iteration"] == 2
+    assert script.load_checkpoint(tmp_path / "run")["counters"][1] == 2
     monkeypatch.setattr(script, "save", plain)
     args = parse(flags)
     assert args.resume == tmp_path / "run"
     script.train(args)
-    assert script.load_checkpoint(tmp_path / "run")["iteration"] == 5
+    assert script.load_checkpoint(tmp_path / "run")["counters"][1] == 5
     assert status(tmp_path / "run") == "finished"
     steps = [step for step, _ in scalars(tmp_path / "run")["losses/entropy"]]
     assert len(steps) == len(set(steps)) == 5
@@ -546,6 +547,15 @@ def test_ids_of_gymnasium_and_their_sticky_actions(env_id, toys):
     script.Envs(small(f"--env-id {env_id}"), slice(0, 4))
     assert toys[0]["name"] == "Breakout-v5"
     assert toys[0]["repeat_action_probability"] == IDS[env_id]
+
+
+def test_arguments_of_a_run_cut_off_can_be_told_to_the_other_processes(tmp_path):
+    """Rank 0 tells its arguments as they are, and each process makes Args of them."""
+    torch.save({"args": vars(Args(num_envs=4))}, tmp_path / "checkpoint.pt")
+    (tmp_path / "run.json").write_text('{"status": "running"}')
+    args = script.parse_args(["--run-dir", str(tmp_path), "--seed", "5"])
+    assert (args.resume, args.num_envs, args.seed) == (tmp_path, 4, 5)
+    assert Args(**vars(args)) == args
 
 
 def test_no_two_environments_of_any_process_run_or_resume_share_a_seed(toys):
@@ -591,6 +601,6 @@ def test_a_killed_rank_brings_all_back_from_the_last_checkpoint(tmp_path):
     found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
     os.kill(int(found.stdout.split()[-1]), signal.SIGKILL)
     assert process.wait(timeout=300) == 0, (tmp_path / "log").read_text()[-2000:]
-    assert script.load_checkpoint(tmp_path / "run")["iteration"] == 60
+    assert script.load_checkpoint(tmp_path / "run")["counters"][1] == 60
     assert status(tmp_path / "run") == "finished"
     assert (tmp_path / "log").read_text().count("Breakout-v5 on 2 x cpu") == 2

@@ -626,8 +626,9 @@ def test_resume_goes_on_in_new_games_with_a_cleared_state(frames, tmp_path, monk
     monkeypatch.setattr(script, "rollout", lambda *a: states.append(a[2].clone()) or plain(*a))
     script.train(parse(f"--resume {tmp_path / 'run'} --total-timesteps {5 * STEPS}"))
     after = script.load_checkpoint(tmp_path / "run")
-    assert (before["iteration"], after["iteration"]) == (3, 5)
-    assert 0 < after["global_step"] - before["global_step"] < 2 * STEPS
+    (step, first), (last, second) = (run["counters"][:2] for run in (before, after))
+    assert (first, second) == (3, 5)
+    assert 0 < last - step < 2 * STEPS
     steps = [int(run["optimizer"]["state"][0]["step"]) for run in (before, after)]
     assert steps == [3 * 2, 5 * 2]
     assert after["args"].num_steps == 8
@@ -636,7 +637,7 @@ def test_resume_goes_on_in_new_games_with_a_cleared_state(frames, tmp_path, monk
     assert len(seeds) == len(set(seeds)) == 8
     points = scalars(tmp_path / "run")["losses/entropy"]
     assert len({step for step, _ in points}) == len(points) == 5
-    assert points[2][0] == before["global_step"]
+    assert points[2][0] == step
     found = [int(step) for step, _, _ in rows(tmp_path / "run")[1:]]
     assert found == sorted(found)
     assert status(tmp_path / "run") == "finished"
@@ -703,7 +704,7 @@ def test_what_is_not_finite_is_not_saved(frames, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "rollout", spoiled)
     with pytest.raises(FloatingPointError, match="iteration 2: rewards is not finite"):
         train(tmp_path / "run")
-    assert script.load_checkpoint(tmp_path / "run")["iteration"] == 2
+    assert script.load_checkpoint(tmp_path / "run")["counters"][1] == 2
     assert status(tmp_path / "run") == "failed"
 
 

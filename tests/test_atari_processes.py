@@ -80,8 +80,7 @@ def check_logs(folder: Path, iterations: int):
     found = scalars(folder)
     steps = [step for step, _ in found["losses/entropy"]]
     assert len(set(steps)) == len(steps) == iterations
-    checkpoint = script.load_checkpoint(folder)
-    assert (checkpoint["iteration"], checkpoint["global_step"]) == (iterations, steps[-1])
+    assert script.load_checkpoint(folder)["counters"][:2] == (steps[-1], iterations)
     episodes = [(int(step), float(score)) for step, score, _ in rows(folder)[1:]]
     assert [step for step, _ in episodes] == sorted(step for step, _ in episodes)
     assert found["charts/episodic_return"] == sorted(episodes)
@@ -137,7 +136,7 @@ def test_an_exception_in_one_rank_ends_all(rank, tmp_path):
     assert time.time() - started < 120
     assert "ValueError: the game broke" in (tmp_path / "log").read_text()
     assert status(tmp_path / "run") == "failed"
-    assert script.load_checkpoint(tmp_path / "run")["iteration"] == 2
+    assert script.load_checkpoint(tmp_path / "run")["counters"][1] == 2
 
 
 def test_what_is_not_finite_in_one_rank_ends_all_before_it_is_saved(tmp_path):
@@ -150,7 +149,7 @@ def test_what_is_not_finite_in_one_rank_ends_all_before_it_is_saved(tmp_path):
     assert "iteration 2: rewards is not finite" in log  # rank 1
     assert "iteration 2: losses/value_loss is not finite" in log  # rank 0
     assert status(tmp_path / "run") == "failed"
-    assert script.load_checkpoint(tmp_path / "run")["iteration"] == 2
+    assert script.load_checkpoint(tmp_path / "run")["counters"][1] == 2
 
 
 @pytest.mark.parametrize("to", ["launcher", "everyone"])
@@ -168,7 +167,7 @@ def test_a_signal_to_the_launcher_saves(number, to, tmp_path):
         time.sleep(0.1)
     process.send_signal(number)
     assert end_of(process, timeout=60) != [0]
-    iteration = script.load_checkpoint(tmp_path / "run")["iteration"]
+    iteration = script.load_checkpoint(tmp_path / "run")["counters"][1]
     assert iteration > 0, (tmp_path / "log").read_text()
     assert status(tmp_path / "run") == "running"
     check_logs(tmp_path / "run", iteration)
@@ -206,7 +205,7 @@ def test_two_launchers_are_two_nodes(tmp_path):
     log = (tmp_path / "log").read_text()
     assert log.count("episodic_return=") == len(rows(tmp_path / "run")) - 1
     # in all 4 environments 48 rows, of which an end makes one in 4 (or 5) junk
-    steps = script.load_checkpoint(tmp_path / "run")["global_step"]
+    steps = script.load_checkpoint(tmp_path / "run")["counters"][0]
     assert steps == 4 * 48 - 2 * (48 // 4 + 48 // 5)
 
 

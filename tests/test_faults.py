@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 
 import envpool
+import gymnasium as gym
 import pytest
 import torch
 import torch._dynamo  # so does an optimizer of torch's: once here, not in each copy
@@ -131,7 +132,7 @@ def test_killed_again_and_again(script, kills, iterations, tmp_path):
         if moment == "torch.save" and code:
             assert (folder / "checkpoint.pt.tmp").stat().st_size > 1000
         argv = go_on(folder)
-        resumed.append(load(script, folder)["iteration"])
+        resumed.append(load(script, folder)["counters"][1])
     assert resumed[:4] == [0, 0, 2, 2]
     train(script, argv)
     whole = undisturbed(script, new(script, tmp_path / "whole", iterations), resumed)
@@ -147,7 +148,7 @@ def test_a_signal_ends_the_iteration_and_saves(script, tmp_path, capfd):
         assert re.search(rf"\ngo on with: python \S+ --resume {folder}\n$", captured.out)
         assert captured.err.count("\nstopping after this iteration\n") == 1
         assert "Traceback" not in captured.err
-        assert load(script, folder)["iteration"] == k
+        assert load(script, folder)["counters"][1] == k
         assert status(folder) == "running"
         argv = go_on(folder)
     train(script, argv)
@@ -155,30 +156,14 @@ def test_a_signal_ends_the_iteration_and_saves(script, tmp_path, capfd):
     assert_same_run(script, folder, whole)
 
 
-ASYNC = ["ppo --env-backend async", "ppo_continuous_action --env-backend async"]
-BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-
-
-@BOTH
-@pytest.mark.parametrize("setup", [*SETTINGS, *ASYNC])
-def test_the_second_signal_acts_at_once(setup, number, tmp_path):
-    script, *more = setup.split()
-    argv = [*new(script, tmp_path / "run"), *more]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@EVERY
+def test_the_second_signal_acts_at_once(script, number, tmp_path):
+    argv = new(script, tmp_path / "run")
     code = train_until_killed(script, "rollout", 4, argv, number, number)
     assert code == -number
-    assert load(script, tmp_path / "run")["iteration"] == 2
+    assert load(script, tmp_path / "run")["counters"][1] == 2
     assert status(tmp_path / "run") == "running"
-
-
-@BOTH
-@pytest.mark.parametrize("setup", ASYNC)
-def test_processes_of_environments_leave_signals_to_the_one_that_trains(setup, number, tmp_path):
-    """A terminal, `timeout` and schedulers send them to all."""
-    script, *more = setup.split()
-    argv = [*new(script, tmp_path / "run"), *more]
-    code = train_until_killed(script, "rollout", 3, argv, number, group=True)
-    assert code == 128 + number
-    assert load(script, tmp_path / "run")["iteration"] == 3
 
 
 # --- a checkpoint that is not what was written ----------------------------------------------------
@@ -263,14 +248,32 @@ def test_no_code_in_a_checkpoint_runs(script, runs, refused, tmp_path):
 
 
 @pytest.mark.parametrize("script", sorted(SETTINGS.keys() - set(ENVPOOL)))
-def test_a_module_that_only_a_checkpoint_names_is_not_imported(script, runs, capfd, tmp_path):
+def test_a_module_is_imported_only_if_the_command_names_it(
+    script, runs, monkeypatch, tmp_path, capfd
+):
     module, good = importlib.import_module(script), load(script, runs(script))
-    args = vars(good["args"]) | {"env_id": "no_such_module:Env-v0"}
-    write_checkpoint(tmp_path, good | {"args": args})
-    for mode in ("resume", "evaluate"):
+    spec, mark, name = gym.spec(good["args"].env_id), tmp_path / "mark", f"of_{script}"
+    (tmp_path / f"{name}.py").write_text(
+        f"import gymnasium as gym\nopen({str(mark)!r}, 'w').close()\n"
+        f"gym.register('Of-{script}-v0', {spec.entry_point!r}, max_episode_steps=9)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    env_id = f"{name}:Of-{script}-v0"
+    write_checkpoint(tmp_path, good | {"args": vars(good["args"]) | {"env_id": env_id}})
+    evaluate, resume = ([f"--{mode}", str(tmp_path)] for mode in ("evaluate", "resume"))
+    for use in (
+        lambda: module.evaluate(module.parse_args(evaluate)),
+        lambda: module.train(module.parse_args(resume)),
+        lambda: module.load(tmp_path),
+    ):
         with pytest.raises(SystemExit) as end:
-            module.parse_args([f"--{mode}", str(tmp_path)])
+            use()
         assert end.value.code == 2
-        assert "if you trust it, add --env-id no_such_module:Env-v0\n" in capfd.readouterr().err
-    with pytest.raises(ValueError, match="if you trust it"):
-        module.load(tmp_path)
+        err = capfd.readouterr().err
+        assert err.startswith(f"{script}.py: --env-id Of-{script}-v0: Environment `Of-{script}`")
+        assert "your own: module:Id" in err
+    assert not mark.exists()
+    named = module.parse_args([*evaluate, "--env-id", env_id, "--eval-episodes", "2"])
+    assert len(module.evaluate(named)) == 2
+    assert mark.exists()  # which shows that it would work
+    assert module.load(tmp_path)[1].env_id == f"Of-{script}-v0"  # now that it is registered

@@ -97,7 +97,9 @@ def agent_of(folder) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def demos(my_envs) -> dict[str, np.ndarray]:
     """A teacher that brakes in time: what it saw and did, in 20 episodes."""
-    env = ppo_continuous_action.Episodes(ppo_continuous_action.make_env("Reach-v0"), 7, 0)
+    env = ppo_continuous_action.Episodes(
+        ppo_continuous_action.make_env("Reach-v0"), ppo_continuous_action.Args(seed=7), 0
+    )
     seen, done = [], []
     for _ in range(20):
         obs, _ = env.reset()
@@ -167,7 +169,7 @@ def test_a_threshold_stops_training(place):
         start(snippet, ppo_continuous_action, flags)
     assert end.value.code == 128 + signal.SIGTERM
     assert status(place / "run") == "running"
-    assert torch.load("run/checkpoint.pt", weights_only=True)["iteration"] == 1
+    assert torch.load("run/checkpoint.pt", weights_only=True)["counters"][1] == 1
 
 
 @ALL
@@ -175,7 +177,7 @@ def test_sampled_evaluation(script, monkeypatch):
     train(script, "--run-dir runs/RUN --eval-episodes 4")
     snippet = SAMPLE.replace("ppo_continuous_action", script.__name__)
     if script is ppo_cma:  # as the page says
-        snippet = snippet.replace("episode_seed(args.seed, 2**31), 0", "args, 2**31")
+        snippet = snippet.replace("seeded, 0", "args, 2**31")
     if script is ppo_kl_adaptive:
         snippet = snippet.replace("noise(1))[0]", "noise(1), time=len(env.rewards))[0]")
     sampled, again, greedy = {}, {}, {}
@@ -244,8 +246,7 @@ def test_stable_baselines3s_defaults():
     obs, actions = torch.randn(8, 3), torch.zeros(8, 1)
     _, logprob, _, value = agent(obs, actions)
     batch = obs, actions, logprob, torch.zeros(8), value + 2.0, value
-    batch = ppo_continuous_action.Batch(*(x.detach() for x in batch))
-    loss, _ = ppo_continuous_action.ppo_loss(agent, dict(agent.named_parameters()), batch, args)
+    loss, _ = ppo_continuous_action.ppo_loss(agent, args, *(x.detach() for x in batch))
     assert loss.item() == pytest.approx(0.5 * 4.0)
 
 
@@ -383,9 +384,9 @@ def with_a_schedule(monkeypatch) -> list[float]:
     """Lower the clip range as an edit of `train`'s loop would; its two values."""
     plain = ppo.rollout
 
-    def rollout(agent, envs, at, run, args):
+    def rollout(agent, envs, run, args):
         args.clip_coef = 0.2 * (1.0 - run.iteration / args.num_iterations)
-        return plain(agent, envs, at, run, args)
+        return plain(agent, envs, run, args)
 
     monkeypatch.setattr(ppo, "rollout", rollout)
     return [0.1, 0.2]
@@ -617,23 +618,22 @@ SHORT = "--num-steps 512 --num-minibatches 8 --update-epochs 1 --total-timesteps
 
 # The beginning of a row; a script and an environment for which that is said, and the flags
 TOLD = [
-    ("`actions are Discrete(3)", ppo_continuous_action, "my_envs:ReachDiscrete-v0", SHORT),
-    ("`actions are Box(", ppo_continuous_action, "mistakes:TwoAxes-v0", SHORT),
+    ("`Discrete(3): a vector", ppo_continuous_action, "my_envs:ReachDiscrete-v0", SHORT),
+    ("`Box(-2.0, 2.0", ppo_continuous_action, "mistakes:TwoAxes-v0", SHORT),
     ("`not enough values", ppo_continuous_action, "mistakes:OldStep-v0", SHORT),
     ("`string indices", ppo_continuous_action, "mistakes:OldReset-v0", SHORT),
     ("`reset() got", ppo_continuous_action, "mistakes:NoSeed-v0", SHORT),
-    ("`Output array is", ppo_continuous_action, "mistakes:Sizes-v0", SHORT),
-    ("`Output array has", ppo_continuous_action, "mistakes:Axes-v0", SHORT),
-    ("`Output array has", ppo_continuous_action, "mistakes:ADict-v0", SHORT),
+    ("`operands could", ppo_continuous_action, "mistakes:Sizes-v0", SHORT),
+    ("`setting an array", ppo_continuous_action, "mistakes:Axes-v0", SHORT),
+    ("`float() argument", ppo_continuous_action, "mistakes:ADict-v0", SHORT),
     ("`iteration 0: rewards", ppo_continuous_action, "mistakes:NoReward-v0", SHORT),
     ("`iteration 0: rewards", ppo_continuous_action, "mistakes:NoObs-v0", SHORT),
-    ("`return nan", ppo_continuous_action, "mistakes:Endless-v0", SHORT),
+    ("`return None", ppo_continuous_action, "mistakes:Endless-v0", SHORT),
     ("`100,000 steps", ppo_cma, "mistakes:Endless-v0", "--action-repeat 1000 --no-cuda"),
     ("`got an unexpected", ppo_continuous_action, "my_envs:Reach-v0", f"{SHORT} --capture-video"),
     ("an exception of", ppo_continuous_action, "mistakes:Broken-v0", SHORT),
     ("`No module named", ppo, "no_envs:Reach-v0", SHORT),
     ("``Environment", ppo, "Reach-v0", SHORT),
-    ("`runs/reach runs", ppo_continuous_action, "my_envs:Reach-v0", SHORT),
     ("one seed gives", ppo_continuous_action, "mistakes:Unseeded-v0", SHORT),
     ("`losses/explained", ppo_continuous_action, "mistakes:Clock-v0", SHORT),
 ]
@@ -672,7 +672,7 @@ def test_every_row_is_tried():
 
 
 @pytest.mark.parametrize(
-    ("first", "script", "env_id", "flags"), TOLD[:-5], ids=lambda x: str(x)[:20]
+    ("first", "script", "env_id", "flags"), TOLD[:-4], ids=lambda x: str(x)[:20]
 )
 @pytest.mark.usefixtures("mistakes")
 def test_mistakes_and_what_is_said(first, script, env_id, flags, capsys, place):
@@ -683,7 +683,7 @@ def test_mistakes_and_what_is_said(first, script, env_id, flags, capsys, place):
     assert said == "my own" if first.startswith("an exc") else quotes[0] in said, said
     if first.startswith(("an exc", "`iteration")):  # a checkpoint of before, from which it goes on
         assert status(place / "run") == "failed"
-        assert torch.load("run/checkpoint.pt", weights_only=True)["iteration"] == 0
+        assert torch.load("run/checkpoint.pt", weights_only=True)["counters"][1] == 0
 
 
 @pytest.mark.parametrize(
@@ -706,17 +706,23 @@ def test_ids_that_are_not_found(monkeypatch, capsys):
     assert quotes[1] in outcome(ppo, "--env-id Reach-v0", capsys)
 
 
-def test_the_id_is_given_again(capsys):
-    given = "--env-id my_envs:Reach-v0"
-    ppo_continuous_action.train(
-        ppo_continuous_action.parse_args(f"{given} {SHORT} --run-dir runs/reach".split())
-    )
+def test_the_id_is_given_again(monkeypatch, capsys):
+    """The module is not imported unasked; in Python it may have been before."""
+    script, given = ppo_continuous_action, "--env-id my_envs:Reach-v0"
+    said = outcome(script, f"{given} {SHORT} --run-dir runs/reach", capsys)
+    assert f"--evaluate runs/reach {given}\n" in said
+    agent, args = script.load("runs/reach")
+    assert (agent.act(np.zeros((1, 3))).shape, args.env_id) == ((1, 1), "Reach-v0")
+    monkeypatch.delitem(sys.modules, "my_envs")
+    for env_id in [each for each in gym.registry if each.startswith("Reach")]:
+        if env_id != "Reacher-v4":
+            monkeypatch.delitem(gym.registry, env_id)
     for mode in ("--resume", "--evaluate"):
-        said = outcome(ppo_continuous_action, f"{mode} runs/reach", capsys)
-        assert row("`runs/reach runs")[0].strip("`") in said
-    env = ppo_continuous_action.make_env("my_envs:Reach-v0")
-    agent, args = ppo_continuous_action.load("runs/reach", env)
-    assert (agent.act(np.zeros((1, 3))).shape, args.env_id) == ((1, 1), "my_envs:Reach-v0")
+        with pytest.raises(SystemExit):
+            args = script.parse_args([mode, "runs/reach"])
+            (script.evaluate if args.evaluate else script.train)(args)
+        assert row("``Environment")[0].strip("`") in capsys.readouterr().err
+        assert "my_envs" not in sys.modules
 
 
 @pytest.mark.usefixtures("mistakes")
@@ -727,17 +733,6 @@ def test_chance_from_elsewhere():
         runs = [train(ppo_continuous_action, f"{flags}-{k}") for k in (1, 2)]
         returns = [np.loadtxt(f / "episodes.csv", delimiter=",", skiprows=1)[:, 2] for f in runs]
         assert np.array_equal(*returns) == alike
-
-
-def test_processes_give_the_same_bits():
-    folders = [
-        train(script, f"--num-envs 2 --env-backend {backend} --run-dir {script.__name__}-{backend}")
-        for script in (ppo, ppo_continuous_action)
-        for backend in ("gymnasium", "async")
-    ]
-    for one, other in (folders[:2], folders[2:]):
-        first, second = agent_of(one), agent_of(other)
-        assert all(torch.equal(x, second[name]) for name, x in first.items())
 
 
 def test_spaces(capsys, my_envs):
@@ -778,7 +773,7 @@ def test_spaces(capsys, my_envs):
         assert make(script, actions, seen) == (3 + 4 + 4,)
         assert make(script, actions, pixels) is None
         assert make(script, actions, gym.spaces.Sequence(seen)) is None
-    assert "uint8), not a vector (Atari games: ppo_atari_multigpu.py)" in capsys.readouterr().err
+    assert "wanted; choices: ppo.py; pixels: ppo_atari_multigpu.py" in capsys.readouterr().err
 
 
 def test_what_environments_get():

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import envpool
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -282,12 +283,27 @@ def ends(T: int, N: int, rng, junk=False):
     return terminated, truncated, valid
 
 
+class Told(gym.Env):
+    """It pays and ends as it is told."""
+
+    observation_space = action_space = gym.spaces.Box(-1, 1, (1,))
+
+    def reset(self, seed=None, options=None):
+        return np.zeros(1), {}
+
+    def step(self, action):
+        return np.zeros(1), *next(self.told), {}
+
+
 @pytest.mark.parametrize("gamma", [0.999, 0.9])
 def test_rewards_are_scaled_as_by_hand_and_as_in_the_sibling(gamma):
     rng, seen = np.random.default_rng(0), []
     agent, envs = script.Agent(Levels), SimpleNamespace(discounted=np.zeros(5))
-    sibling, at = SimpleNamespace(), {"discounted": np.zeros(5)}
-    sibling.return_moments = ppo_continuous_action.RunningMoments()
+    args = ppo_continuous_action.Args(num_envs=5, num_steps=20, num_minibatches=1, gamma=gamma)
+    theirs = [ppo_continuous_action.Episodes(Told(), args, i) for i in range(5)]
+    sibling = ppo_continuous_action.Agent(theirs[0], args)
+    for env in theirs:
+        env.reset()
     running = [0.0] * 5  # discounted return of each environment's episode
     ended = np.zeros(5, bool)
     for k in range(3):
@@ -295,6 +311,7 @@ def test_rewards_are_scaled_as_by_hand_and_as_in_the_sibling(gamma):
         valid[0] = ~ended
         terminated[0] &= valid[0]
         truncated[0] &= valid[0]
+        valid[1] |= ended  # after a row between two episodes
         rewards = np.where(valid, rng.exponential(10.0**k, (20, 5)), 0.0)
         if k == 2:  # one that is clipped
             rewards[19, np.flatnonzero(valid[19])[0]] = 1e6
@@ -310,8 +327,12 @@ def test_rewards_are_scaled_as_by_hand_and_as_in_the_sibling(gamma):
         wanted = np.clip(rewards / np.std(seen), -10, 10)
         found = script.scale_rewards(agent, envs, data, gamma)
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
-        theirs = ppo_continuous_action.scale_rewards(sibling, at, data, gamma)
-        np.testing.assert_allclose(found, theirs, rtol=1e-6)
+        for i, env in enumerate(theirs):
+            told = (x[valid[:, i], i] for x in (rewards, terminated, truncated))
+            env.unwrapped.told = zip(*told, strict=True)
+        there = ppo_continuous_action.rollout(sibling, theirs, Log(), args)
+        np.testing.assert_allclose(found, there.rewards, rtol=1e-6)
+        assert (there.valid == valid).all()
         assert (found.max() == 10) == (k == 2)
         np.testing.assert_allclose(envs.discounted, running)
         ended = terminated[-1] | truncated[-1]
@@ -453,7 +474,7 @@ def test_junk_rows_are_never_learned_from():
 def test_every_valid_sample_once_an_epoch_and_a_kl_stop_after_one(monkeypatch):
     args, data, seen = small("--num-envs 8 --num-steps 5 --update-epochs 3"), synthetic(5), []
     plain = script.ppo_loss
-    monkeypatch.setattr(script, "ppo_loss", lambda *a: seen.append(a[2].values) or plain(*a))
+    monkeypatch.setattr(script, "ppo_loss", lambda *a: seen.append(a[-1]) or plain(*a))
     script.update(make_agent(args), data, 0, 1e-3, args)
     assert len(seen) == 3 * 2
     wanted = data.values[:-1][torch.as_tensor(data.valid)].sort().values
@@ -583,17 +604,18 @@ def test_resume_goes_on_in_new_games(levels, tmp_path):
         parse(f"--resume {tmp_path / 'run'} --total-timesteps {5 * STEPS} --num-threads 1")
     )
     after = script.load_checkpoint(tmp_path / "run")
-    assert (before["iteration"], after["iteration"]) == (3, 5)
-    assert 0 < after["global_step"] - before["global_step"] < 2 * STEPS
+    (step, first), (last, second) = (run["counters"][:2] for run in (before, after))
+    assert (first, second) == (3, 5)
+    assert 0 < last - step < 2 * STEPS
     adam = [int(run["optimizer"]["state"][0]["step"]) for run in (before, after)]
     assert adam == [3 * 2, 5 * 2]
     counts = [run["agent"]["return_sums"][0] for run in (before, after)]
-    assert counts == [run["global_step"] for run in (before, after)]  # rewards are scaled by all
+    assert counts == [step, last]  # rewards are scaled by all
     seeds = [seed for made in levels for seed in made["seed"]]
     assert len(seeds) == len(set(seeds)) == 8
     points = scalars(tmp_path / "run")["losses/entropy"]
     assert len({step for step, _ in points}) == len(points) == 5
-    assert points[2][0] == before["global_step"]
+    assert points[2][0] == step
     found = [int(step) for step, _, _ in rows(tmp_path / "run")[1:]]
     assert found == sorted(found)
     assert status(tmp_path / "run") == "finished"
@@ -643,7 +665,7 @@ def test_what_is_not_finite_is_not_saved(levels, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "rollout", spoiled)
     with pytest.raises(FloatingPointError, match="iteration 2: rewards is not finite"):
         train(tmp_path / "run")
-    assert script.load_checkpoint(tmp_path / "run")["iteration"] == 2
+    assert script.load_checkpoint(tmp_path / "run")["counters"][1] == 2
     assert status(tmp_path / "run") == "failed"
 
 

@@ -8,6 +8,7 @@ import math
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -227,7 +228,7 @@ def test_a_time_limit_bootstraps_from_the_true_last_observation():
     agent.get_value = lambda obs: 100.0 * obs[..., 0] + 10.0 * obs[..., 1]  # of (i, t)
     unit = data.discounted.double().std(correction=0).item()
     ((batch, *_), *_), _ = spied_update(agent, data, args)
-    returns = batch.returns.view(10, 6)
+    returns = batch[4].view(10, 6)
     for i, bootstrap in ((0, 30.0), (1, 0.0), (2, 250.0)):  # lengths 3, 4, 5; 1 dies
         value = bootstrap
         for t in reversed(range(3 + i % 3)):
@@ -268,17 +269,54 @@ def test_the_normaliser_is_all_that_was_seen():
     assert torch.allclose(agent.normalize(seen).double(), x, atol=1e-5)
 
 
+class SingleToy(gym.Env):
+    """An environment of Toy."""
+
+    observation_space, action_space = gym.spaces.Box(0, 9, (2,)), gym.spaces.Box(-1, 1, (1,))
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def reset(self, seed=None, options=None):
+        self.t = 0
+        return np.array([self.number, 0.0]), {}
+
+    def step(self, action):
+        self.t += 1
+        over, odd = self.t >= 3 + self.number % 3, self.number % 2 == 1
+        obs = np.array([self.number, self.t])
+        return obs, float(self.number + self.t), over and odd, over and not odd, {}
+
+
+class Unbroken(ppo_continuous_action.Episodes):
+    """The sibling's episodes without a row between two of them: as on the device."""
+
+    ended = False
+
+    def step(self, action):
+        if self.ended:
+            self.reset()
+        step = super().step(action)
+        self.ended, self.over = self.over, False
+        return step
+
+
 def test_rewards_are_scaled_as_the_siblings():
     agent, _, _, copies, args = play_toy("--gamma 0.9 --gae-lambda 0", iterations=2)
-    theirs = ppo_continuous_action.Agent(Toy(6), ppo_continuous_action.Args())
-    at = {"discounted": np.zeros(6)}
+    sizes = {"num_envs": 6, "num_steps": 10, "num_minibatches": 1}
+    their_args = ppo_continuous_action.Args(gamma=0.9, **sizes)
+    envs = [Unbroken(SingleToy(i), their_args, i) for i in range(6)]
+    theirs = ppo_continuous_action.Agent(envs[0], their_args)
+    for env in envs:
+        env.reset()
     agent.get_value = lambda obs: obs[..., 0] * 0.0  # returns are rewards then
     for data in copies:
         ((batch, *_), *_), _ = spied_update(agent, data, args)
-        columns = (x.numpy() for x in (data.rewards.double(), data.terminated, data.truncated))
-        there = ppo_continuous_action.Rollout(None, None, *columns, np.ones((10, 6), bool))
-        scaled = ppo_continuous_action.scale_rewards(theirs, at, there, 0.9)
-        np.testing.assert_allclose(batch.returns.view(10, 6), scaled, rtol=1e-5)
+        there = ppo_continuous_action.rollout(
+            theirs, envs, SimpleNamespace(global_step=0), their_args
+        )
+        assert (there.terminated == data.terminated.numpy()).all() and there.valid.all()
+        np.testing.assert_allclose(batch[4].view(10, 6), there.rewards, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -424,7 +462,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
     whole = train(tmp_path / "whole", flags)
     argv = f"{SMALL} {flags} --run-dir {tmp_path / 'parts'}".split()
     assert train_until_killed(script.__name__, "update", 6, argv) == -signal.SIGKILL
-    assert script.load_checkpoint(tmp_path / "parts")["iteration"] == 5
+    assert script.load_checkpoint(tmp_path / "parts")["counters"][1] == 5
     assert (
         train_until_killed(script.__name__, "torch.save", 3, ["--resume", str(tmp_path / "parts")])
         == -signal.SIGKILL
@@ -443,7 +481,7 @@ def test_a_signal_ends_the_iteration_and_says_how_to_go_on(tmp_path):
     code = train_until_killed(script.__name__, "update", 2, argv, signal.SIGTERM)
     assert code == 128 + signal.SIGTERM
     assert status(tmp_path) == "running"
-    assert script.load_checkpoint(tmp_path)["iteration"] == 2
+    assert script.load_checkpoint(tmp_path)["counters"][1] == 2
 
 
 def test_the_seed_is_the_run(tmp_path):
@@ -511,7 +549,7 @@ def test_nan_stops_the_run_and_is_not_saved(what, tmp_path, monkeypatch):
     with pytest.raises(FloatingPointError, match=f"iteration 1: {name} is not finite"):
         train(tmp_path)
     assert status(tmp_path) == "failed"
-    assert script.load_checkpoint(tmp_path)["iteration"] == 1
+    assert script.load_checkpoint(tmp_path)["counters"][1] == 1
 
 
 @pytest.mark.parametrize(
@@ -567,7 +605,7 @@ def test_trains_evaluates_and_logs_as_a_program(tmp_path):
     assert len(re.findall(r"^eval_episode=\d, episodic_return=-", played.stdout, re.M)) == 2
 
 
-def test_the_pages_environment_trains(tmp_path, monkeypatch):
+def test_the_pages_environment_trains(tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "ppo_continuous_action_warp.md").read_text()
     module = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     assert len(module.splitlines()) <= 32
@@ -579,8 +617,9 @@ def test_the_pages_environment_trains(tmp_path, monkeypatch):
     assert np.mean(table[:50]) < -25 and np.mean(table[-50:]) > -15
     assert checkpoint["envs"].keys() == {"steps", "place", "goal"}
     argv = ["--evaluate", str(tmp_path / "run"), "--eval-episodes", "2"]
-    with pytest.raises(SystemExit):  # whose code would run
-        script.parse_args(argv)
+    with pytest.raises(SystemExit) as error:  # it runs no code that the command does not name
+        script.evaluate(script.parse_args(argv))
+    assert error.value.code == 2 and "--env-id Point: " in capsys.readouterr().err
     played = script.evaluate(script.parse_args([*argv, "--env-id", "my_robots:Point"]))
     assert len(played) == 2 and max(played) < 0
 
