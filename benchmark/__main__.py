@@ -9,11 +9,6 @@
         --env-ids CartPole-v1 --search "learning-rate log 1e-5 1e-2" --study runs/tune
 """
 
-import contextlib
-import functools
-import io
-import sys
-
 import tyro
 
 from benchmark.compare import compare
@@ -22,28 +17,6 @@ from benchmark.run import run
 from benchmark.speed import speed
 from benchmark.tune import tune
 
-
-def main():
-    def later(verb):
-        """The verb with its arguments, to be called when these are known to be right."""
-        return functools.wraps(verb)(lambda *args, **kwargs: lambda: verb(*args, **kwargs))
-
-    verbs = {verb.__name__: later(verb) for verb in (run, report, compare, speed, tune)}
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors):
-            call = tyro.extras.subcommand_cli_from_dict(
-                verbs, prog="python -m benchmark", description=__doc__
-            )
-    except SystemExit as end:
-        if not end.code:
-            raise
-        lines = [line.strip("│ ") for line in errors.getvalue().splitlines()]  # tyro's framed text
-        said = " ".join(line for line in lines[1:] if line.strip("─╰╯"))
-        print(f"benchmark: {said}", file=sys.stderr)
-        raise SystemExit(2) from None
-    call()
-
-
 if __name__ == "__main__":
-    main()
+    verbs = {verb.__name__: verb for verb in (run, report, compare, speed, tune)}
+    tyro.extras.subcommand_cli_from_dict(verbs, prog="python -m benchmark", description=__doc__)

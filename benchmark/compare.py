@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from benchmark import stats
+from benchmark import data, stats
 from benchmark.programs import aligned, refuse
-from benchmark.report import Group, Metric, group, number, read
+from benchmark.report import Group, Metric, group, number
 
 LEVEL = 0.05
 
@@ -28,7 +28,7 @@ def judge(a: list[np.ndarray], b: list[np.ndarray], resamples: int = 10_000, see
 
 def show(title: str, pairs: list[tuple[Group, Group]], metric: str) -> str:
     """Print one comparison; its verdict."""
-    olds, news = ([pair[k].scores(metric) for pair in pairs] for k in (0, 1))
+    olds, news = ([member.scores(metric) for member in side] for side in zip(*pairs, strict=True))
     rows = [["environment", "seeds A", "seeds B", "IQM A", "IQM B", "P(B > A)", "note"]]
     for (old, new), a, b in zip(pairs, olds, news, strict=True):
         numbers = [number(stats.iqm(a)), number(stats.iqm(b)), f"{stats.improvement(b, a):.2f}"]
@@ -38,11 +38,12 @@ def show(title: str, pairs: list[tuple[Group, Group]], metric: str) -> str:
     probability, low, high, p, verdict = judge(olds, news)
     line = f"P(B > A) = {probability:.2f}, 95 % interval [{low:.2f}, {high:.2f}]"
     print(f"  mean: {line}, permutation p = {p:.3g}")
+    more = ""
     if verdict == "no evidence":
         seeds = stats.seeds_needed(probability, len(pairs))
-        more = f"about {seeds:,} seeds an environment" if seeds < 1000 else "1,000 seeds or more"
-        verdict += f"; if P is {probability:.2f}, it takes {more} to tell (power 80 %)"
-    print(f"  {verdict}\n")
+        count = f"about {seeds} seeds" if seeds < 1000 else "1,000 seeds or more"
+        more = f"; at this P a power of 80 % takes {count} an environment"
+    print(f"  {verdict}{more}\n")
     return verdict
 
 
@@ -69,49 +70,41 @@ def compare(
     """
     if b is None and algorithm is None:
         refuse("compare takes two folders, or one and --algorithm X Y")
-    runs = read([a]), read([b or a])
-    olds, news = map(group, runs)
-    names = [sorted({member.algorithm for member in side}) for side in (olds, news)]
-    pairs = [algorithm] if algorithm else [(name, name) for name in names[0] if name in names[1]]
-    for side, folder, there in zip((0, 1), (a, b or a), names, strict=True):
-        if algorithm and algorithm[side] not in there:
-            refuse(f"{folder}: no run of {algorithm[side]}; there are {', '.join(there)}")
-    verdicts, lacking, gone = [], [], []
-    for name in () if algorithm else names[0]:
-        if name not in names[1]:
-            gone.append(f"{name}: no run")
+    sides = [data.find([folder]) for folder in (a, b or a)]
+    names = [sorted({run.algorithm for run in runs}) for runs in sides]
+    old, new = (
+        {
+            (member.algorithm, member.env_id): member
+            for member in group(runs)
+            if not member.mixed and len(member.scores(metric)) > 1
+        }
+        for runs in sides
+    )
+    pairs = [algorithm] if algorithm else [(name, name) for name in names[0]]
+    verdicts, gone, unfinished = [], [], []
     for x, y in pairs:
-        old, new = (
-            {
-                member.env_id: member
-                for member in side
-                if member.algorithm == name and not member.mixed and len(member.scores(metric)) > 1
-            }
-            for side, name in ((olds, x), (news, y))
-        )
-        common = sorted(old.keys() & new.keys())
+        named = zip(sides, (x, y), strict=True)
+        env_ids = {run.env_id for runs, name in named for run in runs if run.algorithm == name}
+        common = sorted(env_id for env_id in env_ids if (x, env_id) in old and (y, env_id) in new)
         if common:
             title = x if x == y else f"A {x}, B {y}"
-            verdicts.append(show(title, [(old[e], new[e]) for e in common], metric))
-        apart = sorted({m.env_id for m in [*olds, *news] if m.algorithm in (x, y)} - set(common))
-        if apart:
-            places = ", ".join(apart)
-            print(f"{x}: left out for want of two finished seeds of one length: {places}\n")
-        if not algorithm:
-            for env_id in sorted(old.keys() - new.keys()):
+            both = [(old[x, env_id], new[y, env_id]) for env_id in common]
+            verdicts.append(show(title, both, metric))
+        for env_id in sorted(env_ids - set(common)):
+            print(f"{x}: left out for want of two finished seeds of one length: {env_id}\n")
+            if not algorithm and (x, env_id) in old:
                 gone.append(f"{env_id} {x}: two finished seeds of one length")
-    tested = {y for _, y in pairs}
-    for run in runs[1]:
+    for run in sides[1]:
         lost = run.status != "finished" or not np.isfinite(run.score(metric))
-        if run.status == "unreadable" or (run.algorithm in tested and lost):
-            why = f"{run.env_id} seed {run.seed}: {run.status} {run.reason}"
-            lacking.append(why.rstrip())
-    if not verdicts and not lacking:
+        if run.status == "unreadable" or (run.algorithm in [y for _, y in pairs] and lost):
+            words = f"{run.env_id} seed {run.seed}: {run.status} {run.reason}"
+            unfinished.append(words.rstrip())
+    if not verdicts and not unfinished:
         refuse(
             "no environment on which both have two finished seeds of one algorithm; "
             f"A has {', '.join(names[0])}; B has {', '.join(names[1])}"
         )
-    for line in gone + lacking:
+    for line in gone + unfinished:
         print(f"B lacks {line}", file=sys.stderr)
-    if gone or lacking or "worse" in verdicts:
+    if gone or unfinished or "worse" in verdicts:
         raise SystemExit(1)

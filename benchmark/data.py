@@ -15,17 +15,18 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
+from benchmark.programs import refuse
+
 PUBLISHED = Path(__file__).resolve().parent / "published"
 SCALES, ANCHORS = PUBLISHED / "scales.csv", PUBLISHED / "anchors.csv"
 COLUMNS = ("global_step", "seconds", "return", "length")
-FACTS = ("env_id", "script", "variant", "status", "reason", "budget", "commit", "cpu", "gpu")
 
 
 @dataclass
@@ -43,26 +44,19 @@ class Run:
     seconds: np.ndarray  # [episodes], of training until then
     returns: np.ndarray  # [episodes], raw
     evaluation: np.ndarray  # [episodes played], returns of the final policy; often empty
-    budget: str = ""  # how long it was to train, in words; empty if it does not say
-    hours: float = float("nan")
-    commit: str = ""
-    cpu: str = ""
-    gpu: str = ""
-
-    def __post_init__(self):
-        for name in FACTS:
-            setattr(self, name, plain(getattr(self, name)))
+    budget: str  # how long it was to train, in words; empty if it does not say
+    hours: float
+    commit: str
+    cpu: str
+    gpu: str
 
     @property
     def algorithm(self) -> str:
         return self.script if self.variant == "default" else f"{self.script} {self.variant}"
 
     def score(self, metric: str, games: int = 100) -> float:
-        """The number that stands for this run, nan if it has none.
-
-        training: mean return of the last `games` training episodes; evaluation: of the episodes
-        played by the final policy.
-        """
+        """Mean return of the last `games` training episodes or, in evaluation, of the episodes
+        that the final policy played; nan without any."""
         values = self.evaluation if metric == "evaluation" else self.returns[-games:]
         return float(np.mean(values)) if len(values) else float("nan")
 
@@ -105,118 +99,121 @@ def read_json(path: Path) -> dict:
 def told(info: dict, job: dict) -> dict:
     """What run.json says and, where it is silent, what `run` recorded when the run began."""
     first, *later = job.get("starts") or [{}]
-    more = {name: value for name, value in first.items() if name not in info}
+    info = first | info
     if isinstance(info.get("versions"), dict) and first:
-        more["versions"] = first["versions"] | info["versions"]
-    if later:  # starts of what was cut off, with another source, hardware or versions
-        more["resumed_with"] = later
-    return info | more
+        info["versions"] = first["versions"] | info["versions"]
+    # starts of what was cut off, with another source, hardware or versions
+    return info | ({"resumed_with": later} if later else {})
 
 
-def make_run(info: dict, text: str, job: dict, played: object = None) -> Run:
-    """A run from its run.json, the text of its episodes.csv, its job.json ({} without one) and the
-    returns of its final policy, by default those in run.json. What it can't use is an error."""
+def make_run(info: dict, text: str, job: dict) -> Run:
+    """A run from its run.json, the text of its episodes.csv and its job.json, {} without one. What
+    it can't use is an error."""
     table, info = read_table(text), told(info, job)
     args, hardware = info.get("args") or {}, info.get("hardware") or {}
-    hardware = hardware if isinstance(hardware, dict) else {"cpu": hardware}
+    if not isinstance(hardware, dict):
+        hardware = {"cpu": hardware}
     script = job.get("script") or Path(info.get("script", "unknown")).stem
-    name = args.get("exp_name")
-    named = name if name and name != script else "default"
-    reason, seconds = job.get("reason", ""), info.get("wall_seconds")
+    name, seconds = args.get("exp_name") or script, info.get("wall_seconds")
     if not seconds:
         seconds = table[-1, 1] if len(table) else np.nan
     lengths = (("episodes", args.get("num_episodes")), ("steps", args.get("total_timesteps")))
+    words = {
+        "env_id": job.get("env_id") or args.get("env_id") or "unknown",
+        "script": script,
+        "variant": job.get("variant") or ("default" if name == script else name),
+        "status": "failed" if job.get("reason") else info.get("status") or "missing",
+        "reason": job.get("reason"),
+        "budget": next((f"{int(length):,} {unit}" for unit, length in lengths if length), ""),
+        "commit": info.get("git_commit"),
+        "cpu": hardware.get("cpu"),
+        "gpu": hardware.get("gpu"),
+    }
     return Run(
-        env_id=job.get("env_id") or args.get("env_id") or "unknown",
-        script=script,
-        variant=job.get("variant") or info.get("variant") or named,
+        **{name: plain(value) for name, value in words.items()},
         seed=int(job.get("seed", info.get("seed", args.get("seed"))) or 0),
-        status="failed" if reason else info.get("status") or "missing",
-        reason=reason,
         info=info,
         steps=table[:, 0],
         seconds=table[:, 1],
         returns=table[:, 2],
-        evaluation=np.array(info.get("evaluation", []) if played is None else played, float),
-        budget=next((f"{int(length):,} {unit}" for unit, length in lengths if length), ""),
+        evaluation=np.array(info.get("evaluation") or [], float),
         hours=float(seconds) / 3600,
-        commit=info.get("git_commit"),
-        cpu=hardware.get("cpu"),
-        gpu=hardware.get("gpu"),
     )
 
 
-def read_folder(folder: Path, job: dict | None = None, played: object = None) -> Run:
+def read_folder(folder: Path, job: dict | None = None) -> Run:
     """A run from its folder, which may be missing or half-made."""
     table, path = folder / "episodes.csv", folder / "run.json"
-    text, info = table.read_text() if table.exists() else "", read_json(path)
+    info = read_json(path)
     if path.exists() and not info:
         raise ValueError("run.json is no JSON object")
-    return make_run(info, text, job or {}, played)
+    if job and (played := read_json(folder.parent / "evaluation.json")):
+        info["evaluation"] = played["returns"]
+    return make_run(info, table.read_text() if table.exists() else "", job or {})
 
 
 def read_job(folder: Path) -> Run:
     """A job of `run`, begun or not, from its folder."""
-    played = read_json(folder / "evaluation.json").get("returns", [])
     job = read_json(folder / "job.json")
     if not job:
         raise ValueError("job.json is no JSON object")
-    return read_folder(folder / "run", job, played)
+    return read_folder(folder / "run", job)
 
 
 def read_committed(path: Path) -> Run:
     """A run from its table in results; `path` is that of the .json."""
-    with gzip.open(path.with_suffix(".csv.gz"), "rt") as file:
-        text = file.read()
+    text = gzip.decompress(path.with_suffix(".csv.gz").read_bytes()).decode()
     variant = path.stem.rpartition("-s")[0]
     job = {"script": path.parent.name, "variant": variant}  # run.json names what that imports
     return make_run(json.loads(path.read_text()), text, job)
 
 
-def tried(read: Callable[[Path], Run], place: Path) -> Run:
+def read(place: Path) -> Run:
     """The run there or, if its files hold what no run's should, one that says so."""
+    job = read_json(place / "job.json")
     try:
-        return read(place)
+        if place.is_file():
+            return read_committed(place)
+        return read_job(place) if (place / "job.json").exists() else read_folder(place)
     except Exception as error:  # any, so that one run does not cost a report
-        job, nothing = read_json(place / "job.json"), np.empty(0)
-        names = [job.get(name) or "unknown" for name in ("env_id", "script")]
-        seed = job.get("seed") if isinstance(job.get("seed"), int) else 0
-        reason = f"{place}: {error}"
-        more = [seed, "unreadable", reason, {}, *[nothing] * 4]
-        return Run(*names, job.get("variant") or "default", *more)
+        kinds = {"env_id": str, "script": str, "variant": str, "seed": int}
+        job = {name: job[name] for name, kind in kinds.items() if isinstance(job.get(name), kind)}
+        run = make_run({}, "", job)
+        run.status, run.reason = "unreadable", plain(f"{place}: {error}")
+        return run
+
+
+def search(folder: Path) -> Iterator[Path]:
+    """Where there are runs in or under a folder."""
+    if not folder.is_dir():
+        refuse(f"{folder}: no such folder")
+    if (folder / "job.json").exists() or (folder / "run.json").exists():
+        yield folder
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            yield from search(path)
+        elif path.suffix == ".json" and path.with_suffix(".csv.gz").exists():
+            yield path
 
 
 def find(folders: Iterable[Path]) -> list[Run]:
     """All runs anywhere under these folders, in order of environment, algorithm and seed.
 
-    Exits with a line if a folder does not exist or if two runs claim the same place.
+    Refuses folders without a run, and two runs that claim the same place.
     """
-
-    def search(folder: Path) -> Iterator[tuple[Path, Run]]:
-        if not folder.is_dir():
-            raise SystemExit(f"{folder}: no such folder")
-        if (folder / "job.json").exists():
-            yield folder, tried(read_job, folder)
-        elif (folder / "run.json").exists():
-            yield folder, tried(read_folder, folder)
-        else:
-            for path in sorted(folder.iterdir()):
-                if path.is_dir():
-                    yield from search(path)
-                elif path.suffix == ".json" and path.with_suffix(".csv.gz").exists():
-                    yield path, tried(read_committed, path)
-
     runs, places = [], {}
-    for folder in folders:
-        for place, run in search(Path(folder)):
-            key = (run.env_id, run.algorithm, run.seed)
-            if run.status != "unreadable" and places.setdefault(key, place) is not place:
-                raise SystemExit(
-                    f"{place}: a second run of {run.algorithm} on {run.env_id} with seed "
-                    f"{run.seed}, the first is in {places[key]}; report them apart, or give one "
-                    "another --exp-name"
-                )
-            runs.append(run)
+    for place in (place for folder in folders for place in search(Path(folder))):
+        run = read(place)
+        key = (run.env_id, run.algorithm, run.seed)
+        if run.status != "unreadable" and places.setdefault(key, place) is not place:
+            refuse(
+                f"{place}: a second run of {run.algorithm} on {run.env_id} with seed {run.seed}, "
+                f"the first is in {places[key]}; report them apart, or give one another --exp-name"
+            )
+        runs.append(run)
+    if not runs:
+        refuse(f"no runs in {', '.join(map(str, folders)) or 'no folder'}")
     return sorted(runs, key=lambda run: (run.env_id, run.algorithm, run.seed))
 
 
@@ -226,26 +223,22 @@ def committed(job: dict, results: Path) -> Path:
     return results / slug(job["env_id"]) / job["script"] / f"{stem}.json"
 
 
-def commit(run_folder: Path, job: dict, evaluation: list[float], results: Path) -> Path:
+def commit(run_folder: Path, job: dict, evaluation: list[float], results: Path):
     """Write a run's table, seconds whole and returns to two places, and its run.json, with what
-    `run` knows of it, into `results`; the path of the latter."""
-    info = told(read_json(run_folder / "run.json"), job)
+    `run` knows of it, into `results`."""
     table = read_table((run_folder / "episodes.csv").read_text())
     text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(COLUMNS)
-    for step, seconds, episodic_return, length in table:
-        rows.writerow([int(step), f"{seconds:.0f}", f"{episodic_return:.2f}", int(length)])
+    head = ",".join(COLUMNS)
+    np.savetxt(text, table, fmt="%d,%.0f,%.2f,%d", header=head, comments="")
+    info = told(read_json(run_folder / "run.json"), job)
     if len(table):
         info["global_step"] = int(table[-1, 0])
-    command = job["command"].replace(str(run_folder), "RUN")
-    info |= {"command": command, "evaluation": evaluation}
+    info["command"] = job["command"].replace(str(run_folder), "RUN")
+    info["evaluation"] = evaluation or info.get("evaluation", [])
     path = committed(job, results)
     path.parent.mkdir(parents=True, exist_ok=True)
-    compressed = gzip.compress(text.getvalue().encode(), mtime=0)
-    path.with_suffix(".csv.gz").write_bytes(compressed)
+    path.with_suffix(".csv.gz").write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
     path.write_text(json.dumps(info, indent=2) + "\n")
-    return path
 
 
 @dataclass

@@ -4,22 +4,17 @@
     python benchmark/peers.py bare ppo.py --env-id CartPole-v1 --total-timesteps 100000
 
 `sb3` trains Stable-Baselines3's PPO with the hyper-parameters the script would have: its own parser
-reads the flags. Beside a script with other hyper-parameters than SB3's it has CleanRL's settings.
-`bare` steps the script's environments with random actions and does nothing else. Both leave a
-run.json with the number of environment steps. A script takes part if it has `parse_args` and either
-`make_env` or, with EnvPool, `Envs`.
+reads the flags. Beside a script with other hyper-parameters than SB3's it has CleanRL's settings
+for continuous actions. `bare` steps the script's environments with random actions and does nothing
+else. Both leave a run.json with the number of environment steps. A script takes part if it has
+`parse_args` and `make_env`.
 """
 
 import importlib
-import importlib.util
 import json
-import os
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-
-import numpy as np
 
 CLEANRL = {
     "num_envs": 1, "num_steps": 2048, "num_minibatches": 32, "update_epochs": 10,
@@ -27,14 +22,12 @@ CLEANRL = {
     "clip_coef": 0.2, "clip_vloss": True, "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": 0.5,
     "target_kl": None, "log_std_init": 0.0, "scale_actions": False,
 }  # fmt: skip
-DISCRETE = {"num_envs": 4, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4}
-DISCRETE |= {"learning_rate": 2.5e-4, "ent_coef": 0.01}
 
 
 def fit(words: list[str]) -> bool:
-    """Whether a command's script can say what its flags mean."""
-    found = [Path(word) for word in words if word.endswith(".py")]
-    return any(re.search(r"^def parse_args\(", path.read_text(), re.M) for path in found[:1])
+    """Whether a command's script can have peers."""
+    text = "".join(Path(word).read_text() for word in words if word.endswith(".py"))
+    return "\ndef parse_args(" in text and "\ndef make_env(" in text
 
 
 def parse(script: str, flags: list[str]):
@@ -45,82 +38,21 @@ def parse(script: str, flags: list[str]):
     return module, module.parse_args(flags)
 
 
-def clipped(module, args):
-    """The arguments that SB3 is to equal, of clipped PPO."""
-    if hasattr(args, "num_steps") and hasattr(args, "num_minibatches"):
-        return args
-    from gymnasium.spaces import Box
-
-    continuous = isinstance(module.make_env(args.env_id).action_space, Box)
-    own = {name: getattr(args, name) for name in ("env_id", "seed", "total_timesteps", "cuda")}
-    own["num_threads"] = args.num_threads
-    return SimpleNamespace(**(CLEANRL | ({} if continuous else DISCRETE) | own))
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def backend(args) -> str:
-    """Who steps the script's environments."""
-    return getattr(args, "env_backend", "envpool" if hasattr(args, "env_threads") else "gymnasium")
-
-
-def pool(module, args):
-    """The script's EnvPool."""
-    threads = args.env_threads or min(cores(), args.num_envs)
-    return module.Envs(args, slice(None), threads=threads).vector
-
-
 # --- Stable-Baselines3 ----------------------------------------------------------------------------
 
 
-def sb3_pool(envs, num_envs: int):
-    """EnvPool as SB3 wants it: an ended episode's next one begins in the same step."""
-    from stable_baselines3.common.vec_env import VecEnv, VecMonitor
-
-    class Pool(VecEnv):
-        def reset(self):
-            return envs.reset()[0]
-
-        def step_async(self, actions):
-            self.actions = actions.astype(envs.action_space.dtype)
-
-        def step_wait(self):
-            obs, rewards, terminated, truncated, _ = envs.step(self.actions)
-            infos = [{} for _ in rewards]
-            ended = np.flatnonzero(terminated | truncated)
-            for i in ended:
-                infos[i]["terminal_observation"] = obs[i].copy()
-                infos[i]["TimeLimit.truncated"] = bool(truncated[i] and not terminated[i])
-            if len(ended):
-                obs[ended] = envs.reset(ended)[0]
-            return obs, rewards, terminated | truncated, infos
-
-        def close(self):
-            envs.close()
-
-        def get_attr(self, name, indices=None):
-            return [None] * num_envs
-
-        def set_attr(self, name, value, indices=None): ...
-
-        def env_method(self, name, *args, indices=None, **kwargs): ...
-
-        def env_is_wrapped(self, wrapper, indices=None):
-            return [False] * num_envs
-
-    return VecMonitor(Pool(num_envs, envs.observation_space, envs.action_space))
+def clipped(args):
+    """The arguments that SB3 is to equal, of clipped PPO."""
+    if hasattr(args, "num_steps") and hasattr(args, "num_minibatches"):
+        return args
+    same = ("env_id", "seed", "total_timesteps", "cuda", "num_threads")
+    return SimpleNamespace(**CLEANRL | {name: getattr(args, name) for name in same})
 
 
 def sb3_envs(module, args):
     import gymnasium as gym
     from stable_baselines3.common.monitor import Monitor
-    from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecNormalize
-
-    if backend(args) == "envpool":
-        return sb3_pool(pool(module, args), args.num_envs)
+    from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
     def make():
         env = module.make_env(args.env_id)
@@ -128,7 +60,7 @@ def sb3_envs(module, args):
             env = gym.wrappers.RescaleAction(env, -1.0, 1.0)
         return Monitor(env)
 
-    envs = (SubprocVecEnv if backend(args) == "async" else DummyVecEnv)([make] * args.num_envs)
+    envs = DummyVecEnv([make] * args.num_envs)
     continuous = isinstance(envs.action_space, gym.spaces.Box)
     return VecNormalize(envs, gamma=args.gamma) if continuous else envs
 
@@ -138,22 +70,17 @@ def sb3_model(module, args):
     import torch
     from stable_baselines3 import PPO
 
-    torch.set_num_threads(args.num_threads or cores())
+    torch.set_num_threads(args.num_threads)
     batch = args.num_envs * args.num_steps
     iterations = max(1, args.total_timesteps // batch)
 
     def rate(left: float) -> float:  # SB3 counts the rollout it is about to learn from as done
         return args.learning_rate * (left + 1 / iterations if args.anneal_lr else 1.0)
 
-    envs = sb3_envs(module, args)
-    if len(envs.observation_space.shape) == 3:  # SB3's defaults for pixels are the same network
-        policy, net = "CnnPolicy", {}
-    else:
-        sizes = {"pi": [64, 64], "vf": [64, 64]}
-        policy, net = "MlpPolicy", {"net_arch": sizes, "activation_fn": torch.nn.Tanh}
+    net = {"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "activation_fn": torch.nn.Tanh}
     return PPO(
-        policy,
-        envs,
+        "MlpPolicy",
+        sb3_envs(module, args),
         learning_rate=rate,
         n_steps=args.num_steps,
         batch_size=-(-batch // args.num_minibatches),
@@ -175,12 +102,11 @@ def sb3_model(module, args):
 
 def sb3(module, args) -> int:
     """Train; the environment steps done."""
-    args = clipped(module, args)
+    args = clipped(args)
     model = sb3_model(module, args)
     batch = args.num_envs * args.num_steps
     if args.total_timesteps >= batch:  # else nothing is trained, as in ours
         model.learn(args.total_timesteps // batch * batch)
-    model.env.close()
     return model.num_timesteps
 
 
@@ -189,54 +115,32 @@ def sb3(module, args) -> int:
 
 def bare(module, args) -> int:
     """Step with random actions; the environment steps done."""
-    n = args.num_envs
-    if backend(args) == "gymnasium":
-        envs = [module.make_env(args.env_id) for _ in range(n)]
-        space = envs[0].action_space
-    else:
-        vector = module.make_envs(args) if backend(args) == "async" else pool(module, args)
-        space = getattr(vector, "single_action_space", vector.action_space)
+    envs = [module.make_env(args.env_id) for _ in range(args.num_envs)]
+    for env in envs:
+        env.reset(seed=args.seed)
+    space = envs[0].action_space
     space.seed(args.seed)
-    actions = [np.stack([space.sample() for _ in range(n)]) for _ in range(1000)]
-    rounds = args.total_timesteps // n
-    if backend(args) == "gymnasium":
-        for env in envs:
-            env.reset(seed=args.seed)
-        for k in range(rounds):
-            for env, action in zip(envs, actions[k % 1000], strict=True):
-                _, _, terminated, truncated, _ = env.step(action)
-                if terminated or truncated:
-                    env.reset()
-        return rounds * n
-    vector.reset()
-    steps, over = 0, np.zeros(n, bool)
+    actions = [space.sample() for _ in range(1000)]
+    rounds = args.total_timesteps // args.num_envs
     for k in range(rounds):
-        _, _, terminated, truncated, _ = vector.step(actions[k % 1000])
-        steps += n - int(over.sum())  # the step after an episode's end only resets
-        over = terminated | truncated
-    vector.close()
-    return steps
-
-
-def refuse(message: str):
-    print(f"peers.py: {message}", file=sys.stderr)
-    raise SystemExit(2)
+        for i, env in enumerate(envs):
+            _, _, terminated, truncated, _ = env.step(actions[(k + i) % 1000])
+            if terminated or truncated:
+                env.reset()
+    return rounds * args.num_envs
 
 
 def main(argv: list[str]):
     peers = {"sb3": sb3, "bare": bare}
     if len(argv) < 2 or argv[0] not in peers or not Path(argv[1]).is_file() or not fit(argv[1:2]):
-        refuse("give sb3 or bare, a script that has parse_args, and its flags")
-    kind, script, *flags = argv
-    if kind == "sb3" and importlib.util.find_spec("stable_baselines3") is None:
-        refuse("sb3 needs stable_baselines3: pip install stable-baselines3")
-    module, args = parse(script, flags)
-    steps = peers[kind](module, args)
-    folder = args.run_dir or Path("runs") / f"{kind}__{args.seed}"
+        told = "give sb3 or bare, a script that has parse_args and make_env, and its flags"
+        print(f"peers.py: {told}", file=sys.stderr)
+        raise SystemExit(2)
+    module, args = parse(argv[1], argv[2:])
+    steps = peers[argv[0]](module, args)
+    folder = args.run_dir or Path("runs", f"{argv[0]}__{args.seed}")
     folder.mkdir(parents=True, exist_ok=True)
-    info = {"script": f"{kind}.py", "seed": args.seed, "args": {"env_id": args.env_id}}
-    info |= {"status": "finished", "global_step": steps}
-    (folder / "run.json").write_text(json.dumps(info) + "\n")
+    (folder / "run.json").write_text(json.dumps({"global_step": steps}))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,7 +49,7 @@ def at_least(least: float, **flags: float):
 
 
 def split(command: str) -> list[str]:
-    """A command's words, if its script is there."""
+    """A command's words, if its program and its script are there."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -56,6 +57,8 @@ def split(command: str) -> list[str]:
     at = script_at(words)
     if not words or (at is not None and not Path(words[at]).is_file()):
         refuse(f"--command {command!r}: {words[at] if words else 'it'} does not exist")
+    if shutil.which(executable(words)[0]) is None:
+        refuse(f"--command {command!r}: there is no program {words[0]}")
     return words
 
 
@@ -66,11 +69,8 @@ def script_at(words: list[str]) -> int | None:
 
 def executable(words: list[str]) -> list[str]:
     """A command with this Python, whatever `python` or `torchrun` is on the path."""
-    if words[0] in ("python", "python3"):
-        return [sys.executable, *words[1:]]
-    if words[0] == "torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", *words[1:]]
-    return words
+    ours = {"python": [], "python3": [], "torchrun": ["-m", "torch.distributed.run"]}
+    return [sys.executable, *ours[words[0]], *words[1:]] if words[0] in ours else words
 
 
 def given_twice(words: list[str], flags: Iterable[str]) -> str:
@@ -151,20 +151,20 @@ def write_json(path: Path, content: dict):
     temporary.replace(path)
 
 
-def tail(path: Path, lines: int = 6, size: int = 4000) -> list[str]:
+def tail(path: Path, lines: int = 6) -> list[str]:
     """A text file's last lines that hold anything."""
     if not path.exists():
         return []
     with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - size))
-        text = file.read().decode(errors="replace").replace("\r", "\n")
+        file.seek(max(0, path.stat().st_size - 20_000))
+        text = file.read().decode(errors="replace")
     return [line for line in text.splitlines() if line.strip()][-lines:]
 
 
 def last_word(path: Path) -> str:
     """The last line of a log or, if it ends with a frame, as tyro's errors do, what that says up to
     the first line across."""
-    lines = tail(path, 40, 20_000)
+    lines = tail(path, 40)
     if lines and lines[-1].startswith("╰"):
         top = max((i for i, line in enumerate(lines) if line.startswith("╭")), default=-1)
         inside = itertools.takewhile(lambda line: "──" not in line, lines[top + 1 :])

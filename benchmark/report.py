@@ -4,10 +4,11 @@ import base64
 import csv
 import re
 import sys
-from collections import Counter, defaultdict
+import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, groupby, product
 from pathlib import Path
 from typing import Literal
 
@@ -32,17 +33,6 @@ COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7"),
     *("#56B4E9", "#E69F00", "#000000", "#999999"),
 )
-
-
-def read(folders: Iterable[Path]) -> list[data.Run]:
-    """All runs in these folders; wrong input ends here."""
-    try:
-        runs = data.find(folders)
-    except SystemExit as error:
-        refuse(str(error))
-    if not runs:
-        refuse(f"no runs in {', '.join(map(str, folders)) or 'no folder'}")
-    return runs
 
 
 @dataclass
@@ -73,20 +63,19 @@ def group(runs: Iterable[data.Run]) -> list[Group]:
         if run.status != "unreadable":
             by_place[run.env_id, run.algorithm].append(run)
     groups = []
-    for (env_id, algorithm), members in by_place.items():
-        budgets = Counter(run.budget for run in members if run.budget)
-        usual = budgets.most_common(1)[0][0] if budgets else ""
+    for place, members in by_place.items():
+        lengths = [run.budget for run in members if run.budget]
+        usual = max(lengths, key=lengths.count, default="")
         by_length = defaultdict(list)
         for run in members:
             by_length[run.budget or usual * (run.status != "finished")].append(run)
-        for name, own in by_length.items():
-            groups.append(Group(env_id, algorithm, name, len(by_length) > 1, own))
+        groups += [Group(*place, name, len(by_length) > 1, own) for name, own in by_length.items()]
     return groups
 
 
-def observed(groups: Iterable[Group], metric: str) -> Scale:
+def observed(groups: Iterable[Group], env_id: str, metric: str) -> Scale:
     """The scale of an environment that has none: from the worst to the best of all its runs."""
-    scores = np.concatenate([group.scores(metric) for group in groups] or [[]])
+    scores = np.concatenate([own.scores(metric) for own in groups if own.env_id == env_id])
     if not len(scores):
         return Scale(0.0, 1.0, "none: no finished run")
     low, high = scores.min(), scores.max()
@@ -96,7 +85,7 @@ def observed(groups: Iterable[Group], metric: str) -> Scale:
 def compared(groups: list[Group], metric: str) -> list[tuple[dict, list[str]]]:
     """What can be compared over environments: ({algorithm: its groups}, environments) of all
     algorithms, or of each pair if no environment has finished runs of all."""
-    whole = defaultdict(dict)
+    whole = {name: {} for name in sorted({member.algorithm for member in groups})}
     for member in groups:
         if not member.mixed and len(member.scores(metric)):
             whole[member.algorithm][member.env_id] = member
@@ -105,11 +94,9 @@ def compared(groups: list[Group], metric: str) -> list[tuple[dict, list[str]]]:
         env_ids = sorted(set.intersection(*(set(whole[name]) for name in names)))
         return {name: [whole[name][env_id] for env_id in env_ids] for name in names}, env_ids
 
-    everyone = sorted({member.algorithm for member in groups})
-    found = [common(everyone)]
-    if not found[0][1]:
-        found = [common(pair) for pair in combinations(everyone, 2)]
-    return [(names, env_ids) for names, env_ids in found if env_ids]
+    if common(whole)[1]:
+        return [common(whole)]
+    return [found for found in map(common, combinations(whole, 2)) if found[1]]
 
 
 # --- words and tables -----------------------------------------------------------------------------
@@ -151,62 +138,36 @@ def table(header: str, rows: Iterable[Iterable], rule: str = " --- ") -> str:
     return "\n".join([f"| {header} |", f"|{ruler}|", *(f"| {line} |" for line in lines)])
 
 
-def problems(runs: Iterable[data.Run], metric: str) -> list[list]:
-    """A row per run that isn't finished or has no score by this metric."""
-    rows = []
-    for run in runs:
-        reason = run.reason or REASONS.get(run.status, "")
-        if run.status == "finished":
-            if np.isfinite(run.score(metric, GAMES)):
-                continue
-            values = run.evaluation if metric == "evaluation" else run.returns
-            reason = "no training episode" if metric == "training" else "not evaluated"
-            if len(values):
-                reason = "a return that is not finite"
-        reached = f"{run.steps[-1]:,.0f} steps" if len(run.steps) else "nothing"
-        cells = [run.env_id, run.algorithm, run.seed, run.status, reason, reached, run.budget]
-        rows.append([*cells, number(run.score("training", GAMES))])
-    return rows
+def run_row(run: data.Run) -> dict:
+    """Of runs.csv."""
+    names = ("env_id", "algorithm", "seed", "status", "reason", "budget", "hours")
+    row = {name: getattr(run, name) for name in names}
+    row["reason"] = run.reason or REASONS.get(run.status, "")
+    row["steps"] = int(run.steps[-1]) if len(run.steps) else 0
+    row |= {metric: run.score(metric, GAMES) for metric in METRICS}
+    return row | {name: getattr(run, name) for name in ("commit", "cpu", "gpu")}
 
 
 def summary(groups: Iterable[Group]) -> list[dict]:
     """A row per group and metric, for summary.csv and the tables."""
     rows = []
-    for member in groups:
-        for metric in METRICS:
-            scores, low, high = member.scores(metric), np.nan, np.nan
-            some, several = len(scores) > 0, len(scores) > 1
-            if some:
-                low, high = map(float, stats.interval(stats.iqm, [scores]))
-            rows.append(
-                {
-                    "env_id": member.env_id,
-                    "algorithm": member.algorithm,
-                    "budget": member.budget,
-                    "metric": metric,
-                    "runs": len(member.runs),
-                    "seeds": len(scores),
-                    "mean": scores.mean() if some else np.nan,
-                    "std": np.std(scores, ddof=1) if several else np.nan,
-                    "median": np.median(scores) if some else np.nan,
-                    "iqm": stats.iqm(scores) if some else np.nan,
-                    "iqm_low": low,
-                    "iqm_high": high,
-                    "note": "runs of other lengths apart" if member.mixed else "",
-                }
-            )
+    for member, metric in product(groups, METRICS):
+        scores = member.scores(metric)
+        row = {"env_id": member.env_id, "algorithm": member.algorithm, "budget": member.budget}
+        row |= {"metric": metric, "runs": len(member.runs), "seeds": len(scores)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of no seed, and of the std of one
+            row |= {"mean": np.mean(scores), "std": np.std(scores, ddof=1)}
+            row |= {"median": np.median(scores), "iqm": stats.iqm(scores)}
+            row["iqm_low"], row["iqm_high"] = map(float, stats.interval(stats.iqm, [scores]))
+        rows.append(row | {"note": "runs of other lengths apart" if member.mixed else ""})
     return rows
 
 
-def score_table(rows: Iterable[dict]) -> str:
-    cells = []
-    for row in rows:
-        names = [row[name] for name in ("env_id", "algorithm", "budget")]
-        numbers = [number(row[name]) for name in ("mean", "std", "median", "iqm")]
-        ends = between(row["iqm_low"], row["iqm_high"])
-        cells.append([*names, f"{row['seeds']} of {row['runs']}", *numbers, ends, row["note"]])
-    header = "environment | algorithm | trained for | seeds | mean | std | median | IQM "
-    return table(header + "| 95 % interval | note", cells)
+def listed(rows: list[dict]) -> str:
+    """Rows of a csv as a markdown table."""
+    cells = ([number(x) if isinstance(x, float) else x for x in row.values()] for row in rows)
+    return table(" | ".join(rows[0]), cells)
 
 
 def normalised(members: list[Group], metric: str, scales: dict[str, Scale]) -> list[np.ndarray]:
@@ -218,22 +179,13 @@ def normalised(members: list[Group], metric: str, scales: dict[str, Scale]) -> l
     return scores
 
 
-def lengths(algorithms: dict[str, list[Group]]) -> str:
-    """The environments where algorithms trained for different lengths, and those."""
-    parts = []
-    for members in zip(*algorithms.values(), strict=True):
-        if len({member.budget for member in members}) > 1:
-            each = ", ".join(f"{member.algorithm} {member.budget}" for member in members)
-            parts.append(f"{members[0].env_id} ({each})")
-    return "; ".join(parts)
-
-
 def across(comparisons: list, metric: str, scales: dict[str, Scale]) -> list[str]:
     """Tables of normalised scores over environments."""
     places, aggregates, pairs = [], [], []
     statistics = (stats.iqm, stats.mean, stats.median, stats.optimality_gap)
     for k, (algorithms, env_ids) in enumerate(comparisons, 1):
-        places.append([k, ", ".join(env_ids), lengths(algorithms)])
+        lengths = {member.budget for own in algorithms.values() for member in own}
+        places.append([k, ", ".join(env_ids), "; ".join(sorted(lengths))])
         scores = {name: normalised(own, metric, scales) for name, own in algorithms.items()}
         for name, own in scores.items():
             cells = [k, name, sum(map(len, own))]
@@ -245,7 +197,7 @@ def across(comparisons: list, metric: str, scales: dict[str, Scale]) -> list[str
             both = [*scores[x], *scores[y]]
             ends = between(*stats.interval(stats.improvement, both), ratio)
             pairs.append([k, x, y, ratio(stats.improvement(*both)), ends])
-    blocks = [table("comparison | environments | trained for different lengths", places)]
+    blocks = [table("comparison | environments | trained for", places)]
     header = "comparison | algorithm | runs | IQM | mean | median | optimality gap"
     blocks.append(table(header, aggregates))
     if pairs:
@@ -256,72 +208,21 @@ def across(comparisons: list, metric: str, scales: dict[str, Scale]) -> list[str
 def goal_table(groups: Iterable[Group], scales: dict[str, Scale]) -> str:
     """Steps and time to each goal: of every finished seed, and the median."""
     rows = []
-    for member in groups:
+    for member, part in product(groups, GOALS):
         runs = [run for run in member.finished if len(run.returns)]
+        if not runs:
+            continue
         scale = scales[member.env_id]
-        for part in GOALS if runs else ():
-            goal = scale.low + part * (scale.high - scale.low)
-            cells = [member.env_id, member.algorithm, member.budget]
-            cells.append(f"{number(goal)} ({100 * part:.0f} %)")
-            for name, words in (("steps", "{:,.0f}".format), ("seconds", duration)):
-                reached = np.array(
-                    [stats.first_reach(getattr(run, name), run.returns, goal) for run in runs]
-                )
-                middle = stats.censored_median(reached)
-                if name == "steps":
-                    cells.append(f"{np.isfinite(reached).sum()} of {len(reached)}")
-                cells.append("none" if middle is None else words(middle))
-                cells.append("; ".join(words(x) if np.isfinite(x) else "never" for x in reached))
-            rows.append(cells)
-    header = "environment | algorithm | trained for | goal | seeds that reached it "
-    return table(header + "| median steps | each seed | median time | each seed", rows)
-
-
-def family(env_id: str) -> str:
-    """An environment's name without its version: Hopper-v4 and Hopper-v3 are one family."""
-    return re.sub(r"(NoFrameskip)?(-v\d+)?$", "", env_id.removeprefix("ALE/"))
-
-
-def anchor_table(groups: Iterable[Group], anchors: list) -> str:
-    """Our scores and others' published ones; of a published curve, the points nearest to ours.
-    Empty if there are none."""
-    rows, by_env = [], defaultdict(list)
-    for member in groups:
-        by_env[member.env_id].append(member)
-    for env_id, members in by_env.items():
-        series, lasts = defaultdict(list), set()
-        for anchor in anchors:
-            if family(anchor.env_id) == family(env_id):
-                metric = anchor.metric.partition(" (")[0]
-                key = (anchor.project, anchor.algorithm, anchor.env_id, metric)
-                series[key].append(anchor)
-        ours = []
-        for member in members:
-            last = [run.steps[-1] for run in member.finished if len(run.steps)]
-            for metric in METRICS:
-                scores = member.scores(metric)
-                if not len(scores) or not last:
-                    continue
-                lasts.add(np.median(last))
-                spread = f"{number(np.std(scores, ddof=1))} std" if len(scores) > 1 else ""
-                cells = [env_id, "this report", member.algorithm, f"{np.median(last):,.0f} steps"]
-                ours.append([*cells, number(scores.mean()), spread, len(scores), metric, ""])
-        theirs = []
-        for points in series.values():
-            timed = [point for point in points if point.steps]
-            nearest = [min(timed, key=lambda p: abs(np.log(p.steps / x))) for x in lasts if timed]
-            for point in points if not lasts else nearest or points[-1:]:
-                length = f"{point.steps:,} steps" if point.steps else f"{point.episodes:,} episodes"
-                spread = f"{number(point.spread)} {point.spread_kind}"
-                spread = spread if point.spread is not None else ""
-                cells = [point.env_id, point.project, point.algorithm, length, number(point.score)]
-                cells += [spread, point.seeds or "", point.metric, point.source]
-                if cells not in theirs:
-                    theirs.append(cells)
-        if theirs:
-            rows += ours + theirs
-    header = "environment | project | algorithm | trained for | score | spread | seeds "
-    return table(header + "| metric | source", rows) if rows else ""
+        goal = scale.low + part * (scale.high - scale.low)
+        cells = [member.env_id, member.algorithm, member.budget]
+        cells.append(f"{number(goal)} ({100 * part:.0f} %)")
+        for name, words in (("steps", "{:,.0f}".format), ("seconds", duration)):
+            at = [stats.first_reach(getattr(run, name), run.returns, goal) for run in runs]
+            told = [words(x) if np.isfinite(x) else "never" for x in (np.median(at), *at)]
+            cells += [told[0], "; ".join(told[1:])]
+        rows.append(cells)
+    header = "environment | algorithm | trained for | goal | median steps | each seed "
+    return table(header + "| median time | each seed", rows)
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -330,14 +231,10 @@ def anchor_table(groups: Iterable[Group], anchors: list) -> str:
 def styles(groups: Iterable[Group]) -> dict[str, dict]:
     """A line's look for each algorithm."""
     names = sorted({member.algorithm for member in groups})
-    lines = ("-", "--", "-.", ":")
-    return {
-        name: {
-            "color": COLOURS[k % len(COLOURS)],
-            "linestyle": lines[k // len(COLOURS) % len(lines)],
-        }
-        for k, name in enumerate(names)
-    }
+    looks = [
+        {"color": c, "linestyle": line} for line, c in product(("-", "--", "-.", ":"), COLOURS)
+    ]
+    return {name: looks[k % len(looks)] for k, name in enumerate(names)}
 
 
 def panels(n: int):
@@ -368,11 +265,10 @@ def save(figure, looks: dict[str, dict], output: Path, name: str, svg: bool = Tr
     for text in figure.legend(handles, looks, **look).get_texts():
         text.set_parse_math(False)
     figure.savefig(output / f"{name}.png", dpi=120)
-    if not svg:
-        return
     figure.set_layout_engine("none")  # it is laid out, which takes as long as drawing
-    with matplotlib.rc_context({"svg.hashsalt": name}):
-        figure.savefig(output / f"{name}.svg", metadata={"Date": None})
+    if svg:
+        with matplotlib.rc_context({"svg.hashsalt": name}):
+            figure.savefig(output / f"{name}.svg", metadata={"Date": None})
 
 
 def band(lines: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]:
@@ -381,55 +277,39 @@ def band(lines: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]:
     start = max(x[min(len(x), 20) - 1] for x, _ in lines)
     grid = np.linspace(start, max(start, min(x[-1] for x, _ in lines)), POINTS)
     values = [y[np.searchsorted(x, grid, side="right") - 1] for x, y in lines]
-    return grid, *stats.curve(np.stack(values, axis=1))
+    scores = np.stack(values, axis=1)
+    return grid, stats.iqm(scores), *stats.interval(stats.iqm, [scores], resamples=1000)
 
 
 def plot_curves(axes, groups: list[Group], by: Literal["steps", "hours"], looks: dict):
     """Learning curves, an environment on each of the axes, in the order of the groups; `looks` of
-    each algorithm's lines."""
+    each algorithm's lines. Thin: single seeds, of fewer than three or not finished."""
     from matplotlib.ticker import EngFormatter
 
-    for env_id, axis in zip(dict.fromkeys(member.env_id for member in groups), axes, strict=True):
-        own = [member for member in groups if member.env_id == env_id]
-        times = [run.seconds[-1] for member in own for run in member.runs if len(run.seconds)]
-        hours = max(times, default=0) >= 3600
-        unit = 3600 if hours else 60
-        for member in own:
-            look = looks[member.algorithm]
-            seeds = [run for run in member.runs if len(run.returns)]
-            ends = [run.steps if by == "steps" else run.seconds / unit for run in seeds]
-            means = [stats.running_mean(run.returns) for run in seeds]
-            lines = list(zip(ends, means, strict=True))
-            done = [
-                line for run, line in zip(seeds, lines, strict=True) if run.status == "finished"
-            ]
-            few = len(done) < 3
-            for run, (x, y) in zip(seeds, lines, strict=True):
-                if few or run.status != "finished":
+    each = groupby(groups, key=lambda member: member.env_id)
+    for (env_id, members), axis in zip(each, axes, strict=True):
+        for member in members:
+            look, done = looks[member.algorithm], []
+            few = sum(len(run.returns) > 0 for run in member.finished) < 3
+            for run in member.runs:
+                x = run.steps if by == "steps" else run.seconds / 3600
+                y = stats.running_mean(run.returns)
+                if run.status == "finished" and not few and len(y):
+                    done.append((x, y))
+                elif len(y):
                     some = np.linspace(0, len(x) - 1, min(len(x), 2 * POINTS)).astype(int)
                     axis.plot(x[some], y[some], **look, linewidth=0.8, alpha=0.7)
-            if few:
-                continue
-            grid, middle, low, high = band(done)
-            axis.plot(grid, middle, **look, linewidth=1.8)
-            axis.fill_between(grid, low, high, color=look["color"], alpha=0.18, linewidth=0)
+            if done:
+                grid, middle, low, high = band(done)
+                axis.plot(grid, middle, **look, linewidth=1.8)
+                axis.fill_between(grid, low, high, color=look["color"], alpha=0.18, linewidth=0)
         axis.set_title(env_id, parse_math=False)
         axis.set_xlim(left=0)
+        axis.set_xlabel("environment steps" if by == "steps" else "hours of training")
         if by == "steps":
             axis.xaxis.set_major_formatter(EngFormatter(sep=""))
-            axis.set_xlabel("environment steps")
-        else:
-            axis.set_xlabel(f"{'hours' if hours else 'minutes'} of training")
     for axis in axes[::3]:
         axis.set_ylabel(f"return, mean of {GAMES} episodes")
-
-
-def draw_curves(groups: list[Group], by: Literal["steps", "hours"], output: Path, name: str):
-    """A figure of learning curves."""
-    figure, axes = panels(len({member.env_id for member in groups}))
-    looks = styles(groups)
-    plot_curves(axes, groups, by, looks)
-    save(figure, looks, output, name)
 
 
 def plot_profile(axis, algorithms: dict, metric: str, scales: dict, looks: dict):
@@ -438,38 +318,21 @@ def plot_profile(axis, algorithms: dict, metric: str, scales: dict, looks: dict)
     every = np.concatenate([x for own in scores.values() for x in own])
     taus = np.linspace(min(0.0, every.min()), max(1.0, every.max()), POINTS + 1)
     for name, own in scores.items():
-        fraction, low, high = stats.profile(own, taus)
-        axis.step(taus, fraction, **looks[name], linewidth=1.8, where="post")
+        above = [(x > taus[:, None]).astype(float) for x in own]  # environments weigh the same
+        low, high = stats.interval(stats.mean, above, resamples=1000)
+        axis.step(taus, stats.mean(*above), **looks[name], linewidth=1.8, where="post")
         colour = looks[name]["color"]
         axis.fill_between(taus, low, high, color=colour, alpha=0.18, linewidth=0, step="post")
     axis.set(xlabel="normalised score τ", ylim=(-0.02, 1.02))
-
-
-def draw_profiles(comparisons: list, metric: str, scales: dict, looks: dict, output: Path):
-    """A figure of performance profiles, a comparison in each panel."""
-    figure, axes = panels(len(comparisons))
-    for k, ((algorithms, env_ids), axis) in enumerate(zip(comparisons, axes, strict=True), 1):
-        plot_profile(axis, algorithms, metric, scales, looks)
-        where = env_ids[0] if len(env_ids) == 1 else f"{len(env_ids)} environments"
-        axis.set_title(f"{k}: {where}", parse_math=False)
-    for axis in axes[::3]:
-        axis.set_ylabel("fraction of runs above τ")
-    shown = {name for algorithms, _ in comparisons for name in algorithms}
-    save(figure, {name: look for name, look in looks.items() if name in shown}, output, "profiles")
 
 
 # --- files ----------------------------------------------------------------------------------------
 
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1200px; margin: 2em auto;
-       padding: 0 1em }
-h2 { margin-top: 2em; border-bottom: 1px solid #ccc }
-table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums;
-        display: block; overflow-x: auto; margin: 1.2em 0 }
-th, td { padding: 3px 10px; text-align: left; vertical-align: top;
-         border-bottom: 1px solid #e4e4e4 }
-thead th { border-bottom: 2px solid #888; white-space: nowrap }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto }
+table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto }
+th, td { padding: 3px 10px; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd }
 img { max-width: 100% }
 """
 
@@ -501,43 +364,13 @@ def write_csv(path: Path, rows: list[dict]):
         table.writerows({key: cell(value) for key, value in row.items()} for row in rows)
 
 
-def run_row(run: data.Run) -> dict:
-    return {
-        "env_id": run.env_id,
-        "algorithm": run.algorithm,
-        "seed": run.seed,
-        "status": run.status,
-        "reason": run.reason,
-        "steps": int(run.steps[-1]) if len(run.steps) else 0,
-        "budget": run.budget,
-        "hours": run.hours,
-        "training": run.score("training", GAMES),
-        "evaluation": run.score("evaluation", GAMES),
-        "commit": run.commit,
-        "cpu": run.cpu,
-        "gpu": run.gpu,
-    }
-
-
-def choose(runs: list[data.Run], name: str, wanted: tuple[str, ...]) -> list[data.Run]:
-    """The runs whose field `name` is among those wanted; all of them if none are named."""
-    if not wanted:
-        return runs
-    there = sorted({getattr(run, name) for run in runs})
-    for value in wanted:
-        if value not in there:
-            refuse(f"no run of {value}; there are {', '.join(there)}")
-    return [run for run in runs if getattr(run, name) in wanted]
-
-
 CURVES = """IQM over finished seeds, as far as all of them got, with a pointwise 95 % interval;
 thin: single seeds where fewer than three are finished, and runs that are not."""
 GOAL = f"""When the mean of the last {GAMES} training episodes, of at least 20, first reached a
-goal on the normalised scale. A seed that never did counts as later than all others; the median is
-none if half of them or more never did. Time is of training on the machine named in runs.csv."""
-OTHERS = """Published by others, with their metrics, versions and numbers of seeds; part of no
-statistic here. Ours are means over seeds. Of a published curve, the points nearest to our numbers
-of steps."""
+goal on the normalised scale. A seed that never did counts as later than all others. Time is of
+training on the machine named in runs.csv."""
+SCALES = """Where no scale is known, the worst and the best of these runs stand in, which says
+nothing beyond them."""
 COVERED = (f"{100 * p:.0f} % ({seeds} x {envs})" for (seeds, envs), p in stats.COVERAGE.items())
 METHOD = f"""IQM: interquartile mean, the mean without the lowest and highest quarter of runs,
 rounded down to whole runs (Agarwal et al., 2021). Over environments it pools all runs; environments
@@ -548,10 +381,6 @@ the truth in (seeds x environments) {", ".join(COVERED)}. A single seed has no i
 to 1 says that all runs of X beat all of Y, not that it is certain."""
 
 
-def figure(name: str, caption: str) -> str:
-    return f"![{name}]({name}.png)\n\n{caption}"
-
-
 def report(
     folders: tyro.conf.Positional[tuple[Path, ...]],
     output: Path,
@@ -559,7 +388,6 @@ def report(
     algorithms: tuple[str, ...] = (),
     env_ids: tuple[str, ...] = (),
     scales: Path = data.SCALES,
-    anchors: Path = data.ANCHORS,
 ):
     """Write report.md, index.html (one page that opens offline), runs.csv, summary.csv and figures.
 
@@ -573,65 +401,62 @@ def report(
         algorithms: only these, as a report names them (default: all).
         env_ids: only these environments (default: all).
         scales: a table of env_id, low, high, source: the returns that count as 0 and as 1.
-        anchors: a table of others' published scores, shown beside.
     """
-    runs = choose(choose(read(folders), "env_id", env_ids), "algorithm", algorithms)
+    runs = data.find(folders)
+    for name, wanted in (("env_id", env_ids), ("algorithm", algorithms)):
+        there = sorted({getattr(run, name) for run in runs})
+        if missing := sorted(set(wanted) - set(there)):
+            refuse(f"no run of {', '.join(missing)}; there are {', '.join(there)}")
+        runs = [run for run in runs if not wanted or getattr(run, name) in wanted]
     groups = group(runs)
     if not groups:
         refuse(f"no run that can be read: {runs[0].reason}")
-    known = data.read_scales(scales)
-    observations = sorted({member.env_id for member in groups} - known.keys())
-    ends, training_ends = dict(known), dict(known)  # of the scales
-    for env_id in observations:
-        own = [member for member in groups if member.env_id == env_id]
-        ends[env_id], training_ends[env_id] = observed(own, metric), observed(own, "training")
+    known, shown = data.read_scales(scales), sorted({member.env_id for member in groups})
+    ends = {name: known.get(name) or observed(groups, name, metric) for name in shown}
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         refuse(f"--output {output}: {error.strerror}")
-    bad, rows = problems(runs, metric), summary(groups)
+    rows, scores = [run_row(run) for run in runs], summary(groups)
+    bad = [row for row in rows if row["status"] != "finished" or not np.isfinite(row[metric])]
     looks, comparisons = styles(groups), compared(groups, metric)
     done = sum(run.status == "finished" for run in runs)
     parts = [f"# Report on {len(runs)} runs"]
     parts.append(f"{done} of {len(runs)} runs are finished. Statistics are of these alone.")
     if bad:
-        header = "environment | algorithm | seed | status | reason | reached | to train for "
-        parts.append(f"## Not in the statistics: {len(bad)} runs")
-        parts.append(table(header + "| training return so far", bad))
+        why = f"Not finished, or without a finite {metric} score."
+        parts += [f"## Not in the statistics: {len(bad)} runs", why, listed(bad)]
     for name, words in METRICS.items():
-        own = [row for row in rows if row["metric"] == name]
+        own = [row for row in scores if row["metric"] == name]
         if any(row["seeds"] for row in own):
-            parts += [f"## Scores: {name}", f"Of each run: {words}. Over seeds:", score_table(own)]
+            parts += [f"## Scores: {name}", f"Of each run: {words}. Over seeds:", listed(own)]
     parts.append("## Learning curves")
     for by in ("steps", "hours"):
-        draw_curves(groups, by, output, f"curves_{by}")
-        parts.append(figure(f"curves_{by}", CURVES))
+        figure, axes = panels(len(shown))
+        plot_curves(axes, groups, by, looks)
+        save(figure, looks, output, f"curves_{by}")
+        parts.append(f"![curves_{by}](curves_{by}.png)\n\n{CURVES}")
     parts.append(f"## Over environments: {metric}")
-    mixed = sorted({f"{m.algorithm} on {m.env_id}" for m in groups if m.mixed})
-    left_out = f" Left out, for runs of different lengths: {', '.join(mixed)}." * bool(mixed)
-    words = "Nothing to compare: no environment has finished runs of two algorithms."
+    if mixed := sorted({f"{m.algorithm} on {m.env_id}" for m in groups if m.mixed}):
+        parts.append(unmarked(f"Left out, for runs of different lengths: {', '.join(mixed)}."))
     if comparisons:
-        words = "Scores are normalised: 0 and 1 are the ends of the scales below."
-        if len({member.algorithm for member in groups}) > len(comparisons[0][0]):
-            words += " No environment has finished runs of all algorithms: each pair is compared."
-    parts.append(unmarked(words + left_out))
-    if comparisons:
+        parts.append("Scores are normalised: 0 and 1 are the ends of the scales below.")
         parts += across(comparisons, metric, ends)
-        draw_profiles(comparisons, metric, ends, looks, output)
-        parts.append(figure("profiles", "Performance profiles, with pointwise 95 % intervals."))
-    parts += ["## Steps and time to a score", GOAL, goal_table(groups, training_ends)]
-    if beside := anchor_table(groups, data.read_anchors(anchors)):
-        parts += ["## Beside others' published scores", OTHERS, beside]
-    parts.append("## Scales")
-    if observations:
-        words = f"No scale is known for {', '.join(observations)}: the worst and the best of these "
-        parts.append(unmarked(words + "runs stand in, which says nothing beyond them."))
-    shown = [(env_id, ends[env_id]) for env_id in sorted({member.env_id for member in groups})]
-    cells = [[env_id, number(end.low), number(end.high), end.source] for env_id, end in shown]
+        figure, axes = panels(len(comparisons))
+        for k, ((algorithms, _), axis) in enumerate(zip(comparisons, axes, strict=True), 1):
+            plot_profile(axis, algorithms, metric, ends, looks)
+            axis.set(title=f"comparison {k}", ylabel="fraction of runs above τ")
+        save(figure, looks, output, "profiles")
+        parts.append("![profiles](profiles.png)\n\nProfiles, with pointwise 95 % intervals.")
+    else:
+        parts.append("Nothing to compare: no environment has finished runs of two algorithms.")
+    parts += ["## Steps and time to a score", GOAL, goal_table(groups, ends)]
+    parts += ["## Scales", SCALES]
+    cells = [[name, number(end.low), number(end.high), end.source] for name, end in ends.items()]
     parts.append(table("environment | 0 | 1 | source", cells))
     parts += ["## How the numbers are made", METHOD]
-    write_csv(output / "runs.csv", [run_row(run) for run in runs])
-    write_csv(output / "summary.csv", rows)
+    write_csv(output / "runs.csv", rows)
+    write_csv(output / "summary.csv", scores)
     page = "\n\n".join(parts) + "\n"
     (output / "report.md").write_text(page)
     (output / "index.html").write_text(webpage(page, output))

@@ -89,18 +89,6 @@ def interval(
     return found.confidence_interval.low, found.confidence_interval.high
 
 
-def profile(scores: Scores, taus: np.ndarray, resamples: int = 1000, seed: int = 0):
-    """Performance profile: the fraction of runs above each of taus [n], and the ends of its
-    pointwise interval, each [n]. Environments weigh the same."""
-    above = [(x > taus[:, None]).astype(float) for x in scores]
-    return mean(*above), *interval(mean, above, resamples=resamples, seed=seed)
-
-
-def curve(values: np.ndarray, resamples: int = 1000, seed: int = 0):
-    """IQM of values [points, seeds] at each point, and the ends of its interval, each [points]."""
-    return iqm(values), *interval(iqm, [values], resamples=resamples, seed=seed)
-
-
 def permutation_test(x: Scores, y: Scores, resamples: int = 10_000, seed: int = 0) -> float:
     """Two-sided p-value of P(X > Y) = 1/2, labels permuted within environments, Monte Carlo.
 
@@ -126,13 +114,6 @@ def seeds_needed(probability: float, environments: int) -> float:
     """
     effect = environments * (probability - 0.5) ** 2
     return math.ceil((1.960 + 0.842) ** 2 / (6 * effect)) if effect else math.inf
-
-
-def censored_median(values: np.ndarray) -> float | None:
-    """Median of values [seeds], where a seed that never got there is inf; None if that is so for
-    half of them or more."""
-    found = np.median(values)
-    return float(found) if np.isfinite(found) else None
 
 
 def running_mean(returns: np.ndarray, games: int = 100) -> np.ndarray:

@@ -1,18 +1,17 @@
 """Search for good flags of a script: `python -m benchmark tune`, by optuna's TPE.
 
-    STUDY/journal.log     optuna's storage; any number of processes and nodes may share it
-    STUDY/trial-0007/     a trial: a lock, and <env>-s<seed>/, a job as `run` has it, of each run
-    STUDY/trials.csv      all trials, written at the end, with the commit that each began with
+    STUDY/journal.log                         optuna's storage; processes and nodes may share it
+    STUDY/<env>/<script>/trial-0007-s<seed>/  a run of a trial, a job as `run` has it
+    STUDY/trial-0007.lock                     held by the process that works on the trial
+    STUDY/trials.csv                          all trials, written at the end, and their commits
 
-A trial's lock is held by the process that works on it, a job's by that and the script it started. A
-trial that is begun and not locked was cut off: whoever comes next goes on with it and repeats no
+A trial that is begun and not locked was cut off: whoever comes next goes on with it and repeats no
 finished run. Its score is the mean over environments of the mean over seeds of the return of the
 last 100 training episodes, scaled to 0 ... 1 by --scales; a single environment needs no scale.
 """
 
 import contextlib
 import csv
-import itertools
 import math
 import os
 import shlex
@@ -21,74 +20,59 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
+
 from benchmark import data, programs
-from benchmark.programs import at_least, lock, locked, refuse, split, tail, write_json
-from benchmark.run import OURS, Work
+from benchmark.programs import at_least, lock, refuse, split
+from benchmark.run import OURS, Work, plan
 
 KINDS = "NAME log LOW HIGH, float LOW HIGH, int LOW HIGH, choice VALUE VALUE ... or flag"
-
 
 # --- what is searched -----------------------------------------------------------------------------
 
 
-@dataclass
-class Dimension:
-    """A flag of the script and the values it may take."""
+def dimension(text: str) -> tuple:
+    """A flag and optuna's distribution of its values, from e.g. "learning-rate log 1e-5 1e-2"."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    name: str
-    kind: str  # log, float, int, choice or flag
-    values: list  # low and high, or the choices
-
-    def suggest(self, trial):
-        if self.kind in ("choice", "flag"):
-            return trial.suggest_categorical(self.name, self.values)
-        if self.kind == "int":
-            return trial.suggest_int(self.name, *self.values)
-        return trial.suggest_float(self.name, *self.values, log=self.kind == "log")
-
-    def flags(self, value) -> list[str]:
-        if self.kind == "flag":
-            return [f"--{self.name}" if value else f"--no-{self.name}"]
-        negative = str(value).startswith("-")  # which alone could be taken for a flag
-        return [f"--{self.name}={value}"] if negative else [f"--{self.name}", str(value)]
-
-
-def dimension(text: str) -> Dimension:
-    """From e.g. "learning-rate log 1e-5 1e-2"."""
-    name, kind, *values = text.split() if len(text.split()) > 1 else ("", "")
-    name = name.removeprefix("--")
-    if kind == "flag" and not values:
-        return Dimension(name, kind, [True, False])
-    if kind == "choice" and len(set(values)) == len(values) > 1:
-        return Dimension(name, kind, values)
-    if kind in ("log", "float", "int") and len(values) == 2:
-        with contextlib.suppress(ValueError):
-            low, high = (int(v) if kind == "int" else float(v) for v in values)
-            if low < high < math.inf and low > (0 if kind == "log" else -math.inf):
-                return Dimension(name, kind, [low, high])
+    with contextlib.suppress(ValueError):
+        match text.removeprefix("--").split():
+            case [name, "flag"]:
+                return name, CategoricalDistribution([True, False])
+            case [name, "choice", *values] if len(set(values)) == len(values) > 1:
+                return name, CategoricalDistribution(values)
+            case [name, "int", low, high] if int(low) < int(high):
+                return name, IntDistribution(int(low), int(high))
+            case [name, "log" | "float" as kind, low, top] if (
+                0 < float(top) - float(low) < math.inf
+            ):
+                return name, FloatDistribution(float(low), float(top), log=kind == "log")
     refuse(f"--search {text!r}: give {KINDS}; LOW below HIGH, in log above 0")
 
 
-def scales_of(env_ids: list[str], path: Path) -> dict[str, data.Scale]:
+def flag(name: str, value) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}={value}"  # in one word, as a value may begin with "-"
+
+
+def scales_of(env_ids: list[str], path: Path) -> dict[str, list[float]]:
     """Returns that count as 0 and as 1; 0 and 1 themselves for an environment alone without."""
-    known = data.read_scales(path) if path.exists() else {}
-    missing = [env_id for env_id in env_ids if env_id not in known]
-    if missing and len(env_ids) > 1:
-        refuse(f"--env-ids {missing[0]}: no scale in {path.name} to weigh it by; tune on it alone")
-    return {env_id: known.get(env_id, data.Scale(0.0, 1.0)) for env_id in env_ids}
+    known = data.read_scales(path)
+    if len(env_ids) == 1:
+        known = {env_ids[0]: data.Scale(0.0, 1.0)} | known
+    for name in env_ids:
+        if name not in known:
+            refuse(f"--env-ids {name}: no scale in {path.name} to weigh it by; tune on it alone")
+    return {name: [known[name].low, known[name].high] for name in env_ids}
 
 
 # --- a trial --------------------------------------------------------------------------------------
-
-
-class Failed(Exception):
-    """A run did not end well, and how."""
 
 
 class Stopped(Exception):
@@ -100,238 +84,177 @@ class Search:
     """What is asked for, and what is under way."""
 
     command: str
-    dimensions: list[Dimension]
-    scales: dict[str, data.Scale]  # by environment
+    space: dict  # optuna's distribution of each flag
+    scales: dict[str, list[float]]  # by environment
     seeds: list[int]
     trials: int
     folder: Path
     prune: bool
     seed: int
     stop: threading.Event = field(default_factory=threading.Event)
-    signal: int = 0  # that set it
-    works: set[Work] = field(default_factory=set)  # that train
-    failed_before: set[int] = field(default_factory=set)  # numbers; they don't count
-
-    def settings(self) -> dict:
-        """What all trials of a study must have in common."""
-        return {
-            "command": self.command,
-            "search": [[d.name, d.kind, d.values] for d in self.dimensions],
-            "environments and scales": [
-                [name, scale.low, scale.high] for name, scale in self.scales.items()
-            ],
-            "seeds": self.seeds,
-        }
-
-    def trial_folder(self, number: int) -> Path:
-        return self.folder / f"trial-{number:04}"
+    signal: int = 0  # that set it, and when
+    stopped_at: float = 0.0
+    works: list[Work] = field(default_factory=list)
+    failed_before: int = 0  # trials; they don't count
 
     def flags(self, params: dict) -> list[str]:
-        return [flag for d in self.dimensions for flag in d.flags(params[d.name])]
+        return [flag(name, params[name]) for name in self.space]
 
     def study(self):
-        """optuna's study, new or as it stands."""
+        """optuna's study, new or as it stands, without a last line of its journal that was cut."""
         import optuna
-        from optuna.storages.journal import JournalFileBackend
-
-        storage = JournalFileBackend(str(self.folder / "journal.log"))
-        return optuna.create_study(
-            study_name="tune",
-            storage=optuna.storages.JournalStorage(storage),
-            pruner=optuna.pruners.MedianPruner() if self.prune else optuna.pruners.NopPruner(),
-            direction="maximize",
-            load_if_exists=True,
-        )
-
-    def open_study(self):
-        """The study, less the last line of its journal if that was cut off."""
-        from optuna.storages.journal import JournalFileSymlinkLock
+        from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
         journal = self.folder / "journal.log"
-        held = JournalFileSymlinkLock(str(journal))
+        journal.touch()
+        held = JournalFileSymlinkLock(str(journal))  # other processes may write
         held.acquire()
-        if journal.exists() and (lines := journal.read_bytes().splitlines(keepends=True)):
-            cut = 0 if lines[-1].endswith(b"\n") else len(lines[-1])
-            os.truncate(journal, journal.stat().st_size - cut)
+        os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
         held.release()
         try:
-            return self.study()
-        except Exception as error:  # whatever else was done to it
-            refuse(
-                f"--study {self.folder}: {journal.name} is damaged ({error}); give another folder"
+            return optuna.create_study(
+                storage=optuna.storages.JournalStorage(JournalFileBackend(str(journal))),
+                pruner=optuna.pruners.MedianPruner() if self.prune else optuna.pruners.NopPruner(),
+                study_name="tune",
+                direction="maximize",
+                load_if_exists=True,
             )
+        except Exception as error:  # whatever else was done to it
+            refuse(f"--study {self.folder}: journal.log is damaged ({error}); give another folder")
 
-    def claim(self, study) -> Iterator:
-        """Trials to work on, locked, until there are enough; one cut off before a new one."""
-        import numpy as np
-        import optuna
-        from optuna.trial import TrialState
+    def claim(self, study) -> tuple:
+        """A trial to work on, one cut off before a new one, and its lock; None if there are enough.
+        And whether any is worked on."""
+        from optuna import samplers, trial
 
-        while not self.stop.is_set():
-            trial = held = None
-            with lock(self.folder / "lock", wait=True):
-                trials = study.get_trials(deepcopy=False)
-                running = [t for t in trials if t.state == TrialState.RUNNING]
-                for begun in running:
-                    if held := lock(self.trial_folder(begun.number) / "lock"):
-                        break
-                number = begun.number if held else len(trials)
-                # Another seed for each trial: processes must not all begin with the same one
-                seeds = np.random.SeedSequence((self.seed, number)).generate_state(1)
-                study.sampler = optuna.samplers.TPESampler(seed=int(seeds[0]))
-                if held:
-                    trial = optuna.trial.Trial(study, begun._trial_id)
-                elif len(trials) - len(self.failed_before) < self.trials:
-                    shutil.rmtree(self.trial_folder(number), ignore_errors=True)  # of no study
-                    trial = study.ask()
-                    held = lock(self.trial_folder(number) / "lock", wait=True)
-                if trial:
-                    for d in self.dimensions:
-                        d.suggest(trial)
-            if trial:
-                with held:
-                    yield trial
-            elif running:
-                self.stop.wait(0.5)  # another process may be killed and leave us its trial
-            else:
-                return
+        with lock(self.folder / "lock", wait=True):
+            trials = study.get_trials(deepcopy=False)
+            running = [t.number for t in trials if t.state.name == "RUNNING"]
+            new = [len(trials)] if len(trials) - self.failed_before < self.trials else []
+            for folder in self.folder.glob(f"*/*/trial-{len(trials):04}-s*"):
+                shutil.rmtree(folder)  # its trial is not in the journal, which was cut
+            locks = ((n, lock(self.folder / f"trial-{n:04}.lock")) for n in running + new)
+            number, held = next((pair for pair in locks if pair[1]), (None, None))
+            if not held:
+                return None, None, bool(running)
+            # Another seed for each trial: processes must not all begin with the same one
+            seed = np.random.SeedSequence((self.seed, number)).generate_state(1)
+            study.sampler = samplers.TPESampler(seed=int(seed[0]))
+            begun = number in running
+            mine = trial.Trial(study, trials[number]._trial_id) if begun else study.ask()
+            for name, values in self.space.items():
+                mine._suggest(name, values)
+        return mine, held, True
+
+    def on_signal(self, number, frame):
+        """Ask the scripts to stop, which save themselves; given again, kill them."""
+        self.stopped_at = self.stopped_at or time.monotonic()
+        kill, self.signal = time.monotonic() - self.stopped_at > 1, number  # uv sends two at once
+        self.stop.set()
+        print("\nstopping after these iterations; Ctrl-C: at once", file=sys.stderr, flush=True)
+        for work in self.works:
+            work.stop(kill)
 
     def train(self, number: int, env_id: str, seed: int, flags: list[str]) -> float:
         """Train, or go on, or find it done; the scaled score."""
-        folder = self.trial_folder(number) / f"{data.slug(env_id)}-s{seed}"
-        if not (folder / "job.json").exists():
-            shutil.rmtree(folder, ignore_errors=True)  # a run of no job
-            folder.mkdir(parents=True)
-            own = zip(OURS, (env_id, str(seed), str(folder / "run")), strict=True)
-            words = [*shlex.split(self.command), *flags, *itertools.chain(*own)]
-            job = {"command": shlex.join(words), "env_id": env_id, "seed": seed, "reason": ""}
-            job |= {"variant": f"trial-{number:04}", "foreign": False, "eval_episodes": 0}
-            write_json(folder / "job.json", job | {"done": False})
-        while locked(folder):  # by a script that outlived the process that started it
-            if self.stop.wait(0.5):
-                raise Stopped
-        work = Work(folder, None)
-        self.works.add(work)
+        command, variant = f"{self.command} {shlex.join(flags)}", f"trial-{number:04}"
+        (work,) = plan([env_id], command, range(seed, seed + 1), self.folder, variant, 0)
+        self.works.append(work)
         if self.stop.is_set():  # since just now
             work.stop()
         work()
-        self.works.discard(work)
-        job, log = data.read_json(folder / "job.json"), folder / "log.txt"
-        if not job["done"] and not job["reason"]:
+        ended = data.read_json(work.folder / "job.json")
+        if not ended["done"] and not ended["reason"]:
             raise Stopped
-        said = "".join(f"\n  | {line}" for line in tail(log))
-        if job["reason"]:
-            raise Failed(f"{env_id}, seed {seed}: {job['reason']}; {log}{said}")
-        score = data.read_job(folder).score("training")
+        score = data.read_job(work.folder).score("training") if ended["done"] else math.nan
         if not math.isfinite(score):
-            raise Failed(f"{env_id}, seed {seed}: its score is {score}; {log}{said}")
-        scale = self.scales[env_id]
-        return (score - scale.low) / (scale.high - scale.low)
+            reason = ended["reason"] or f"its score is {score}"
+            raise ValueError(f"{env_id}, seed {seed}: {reason}; {work.folder / 'log.txt'}")
+        low, high = self.scales[env_id]
+        return (score - low) / (high - low)
 
-    def work(self, trial) -> tuple[str, float | None, dict]:
-        """Do what is left of a trial: how it ended (an optuna state), its score, those of each
-        environment; reports after each seed."""
-        flags, scores = self.flags(trial.params), {env_id: [] for env_id in self.scales}
+    def train_all(self, trial, flags: list[str]) -> tuple[dict, bool]:
+        """Scores by environment, and whether the trial was pruned; reports after each seed."""
+        scores = {env_id: [] for env_id in self.scales}
         reported = trial.study.trials[trial.number].intermediate_values
         for k, seed in enumerate(self.seeds):
             for env_id, mine in scores.items():
                 mine.append(self.train(trial.number, env_id, seed, flags))
-            score = mean(mean(mine) for mine in scores.values())
-            if k < len(self.seeds) - 1:
-                if k not in reported:
-                    trial.report(score, k)
-                if trial.should_prune():
-                    return "PRUNED", score, scores
-        return "COMPLETE", score, scores
+            if k not in reported:
+                trial.report(mean(map(mean, scores.values())), k)
+            if seed != self.seeds[-1] and trial.should_prune():
+                return scores, True
+        return scores, False
+
+    def work(self, trial):
+        """Do what is left of a trial and tell the study how it ended."""
+        from optuna.trial import TrialState
+
+        start, flags = time.time(), self.flags(trial.params)
+        try:
+            scores, pruned = self.train_all(trial, flags)
+        except (OSError, ValueError) as error:  # a run that failed, or its table
+            trial.study.tell(trial, state=TrialState.FAIL)
+            print(f"trial {trial.number} failed: {shlex.join(flags)}\n  {error}", file=sys.stderr)
+            return
+        score = mean(map(mean, scores.values()))
+        trial.set_user_attr("scores", scores)
+        if pruned:
+            trial.study.tell(trial, state=TrialState.PRUNED)
+        else:
+            trial.study.tell(trial, score)
+        told = f"{score:.4g}{', pruned' * pruned}, {time.time() - start:.0f} s"
+        print(f"trial {trial.number}: {told}  {shlex.join(flags)}", flush=True)
 
     def worker(self):
         """Work on trials until there are enough."""
-        from optuna.trial import TrialState
-
         study = self.study()
-        for trial in self.claim(study):
-            name, flags = f"trial {trial.number}", shlex.join(self.flags(trial.params))
-            start = time.time()
-            try:
-                state, score, scores = self.work(trial)
-            except Stopped:
-                return
-            except (Failed, OSError, ValueError) as error:  # the last of a damaged table
-                study.tell(trial, state=TrialState.FAIL)
-                print(f"{name} failed: {flags}\n  {error}", file=sys.stderr, flush=True)
+        running = True
+        while running and not self.stop.is_set():
+            trial, held, running = self.claim(study)
+            if not trial:  # another process may be killed and leave us its own
+                self.stop.wait(0.5 * running)
                 continue
-            trial.set_user_attr("scores", scores)
-            value = score if state == "COMPLETE" else None
-            study.tell(trial, value, TrialState[state])
-            told = f"{score:.4g}" + (", pruned" if state == "PRUNED" else "")
-            print(f"{name}: {told}, {time.time() - start:.0f} s  {flags}", flush=True)
+            with held, contextlib.suppress(Stopped):
+                self.work(trial)
 
 
 # --- all trials -----------------------------------------------------------------------------------
 
 
-def write(search: Search, trials: list):
-    """trials.csv, whole or not at all."""
-    names = [d.name for d in search.dimensions]
-    columns = ["trial", "state", "score", "seconds", *names, *search.scales, "commit"]
-    temporary = search.folder / f"trials.csv.{os.getpid()}"
-    with open(temporary, "w", newline="") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(columns)
-        for trial in trials:
-            scores = trial.user_attrs.get("scores", {})
-            seconds = trial.duration and round(trial.duration.total_seconds(), 1)
-            row = [trial.number, trial.state.name.lower(), trial.value, seconds]
-            row += [trial.params.get(name, "") for name in names]
-            row += [mean(scores[e]) if e in scores else "" for e in search.scales]
-            jobs = sorted(search.trial_folder(trial.number).glob("*/job.json"))
-            starts = [start for job in jobs for start in data.read_json(job).get("starts", [])]
-            table.writerow([*row, starts[0]["git_commit"] if starts else ""])
-    temporary.replace(search.folder / "trials.csv")
+def write(search: Search, trials: list) -> list[list]:
+    """trials.csv, by one process at a time; its rows."""
+    rows = [["trial", "state", "score", "seconds", *search.space, *search.scales, "commit"]]
+    for trial in trials:
+        scores = trial.user_attrs.get("scores", {})
+        seconds = trial.duration and round(trial.duration.total_seconds(), 1)
+        row = [trial.number, trial.state.name.lower(), trial.value, seconds]
+        row += [trial.params.get(name, "") for name in search.space]
+        row += [mean(scores[env_id]) if scores else "" for env_id in search.scales]
+        jobs = sorted(search.folder.glob(f"*/*/trial-{trial.number:04}-s*/job.json"))
+        starts = [start for job in jobs for start in data.read_json(job).get("starts", [])]
+        rows.append([*row, starts[0]["git_commit"] if starts else ""])
+    table = search.folder / "trials.csv"
+    with lock(search.folder / "lock", wait=True), open(table, "w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)
+    return rows
 
 
-def report(search: Search, study, trials: list):
+def report(search: Search, study, rows: list[list]):
     """The best trials, what mattered and the best command."""
     import optuna
 
-    best = sorted((t for t in trials if t.state.name == "COMPLETE"), key=lambda t: -t.value)
+    best = sorted((row for row in rows if row[1] == "complete"), key=lambda row: -row[2])
     if not best:
         return
-    names = [d.name for d in search.dimensions]
-    rows = [["trial", "score", *names]]
-    for trial in best[:10]:
-        cells = (trial.params[name] for name in names)
-        cells = (f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells)
-        rows.append([str(trial.number), f"{trial.value:.4g}", *cells])
-    print(f"\n{programs.aligned(rows, range(9**9))}")
-    if len({trial.value for trial in best}) > 1:
+    shown = [row[:-1] for row in [rows[0], *best[:10]]]
+    shown = [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in shown]
+    print(f"\n{programs.aligned(shown, range(len(shown[0])))}")
+    if best[0][2] > best[-1][2]:
         importances = optuna.importance.get_param_importances(study)
         parts = (f"{name} {share:.2f}" for name, share in importances.items())
         print(f"\nimportance: {', '.join(parts)}")
-    print(f"\nbest: {search.command} {shlex.join(search.flags(best[0].params))}")
-
-
-@contextlib.contextmanager
-def stop_on_signals(search: Search):
-    """Inside, Ctrl-C or SIGTERM asks the scripts to stop, which save themselves; again, they are
-    killed."""
-
-    received = []
-
-    def handler(number, frame):
-        received.append(time.monotonic())
-        kill, search.signal = received[-1] - received[0] > 1, number  # uv sends a copy at once
-        search.stop.set()
-        print("\nstopping after these iterations; Ctrl-C: at once", file=sys.stderr, flush=True)
-        for work in list(search.works):
-            work.stop(kill)
-
-    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+    print(f"\nbest: {search.command} {shlex.join(search.flags(study.trials[best[0][0]].params))}")
 
 
 def tune(
@@ -366,52 +289,48 @@ def tune(
         seed: of the search
         scales: a table of env_id, low, high: the returns that count as 0 and as 1
     """
+    import optuna
+
     at_least(1, num_seeds=num_seeds, trials=trials, workers=workers)
     at_least(0, start_seed=start_seed, seed=seed)
     if not search or not env_ids:
         refuse("--search and --env-ids each need at least one value")
-    dimensions = [dimension(text) for text in search]
-    for names, what in (([d.name for d in dimensions], "--search"), (env_ids, "--env-ids")):
-        if len(set(names)) < len(names):
-            refuse(f"{what}: one of them is given twice")
-    if given := programs.given_twice(split(command), [*OURS, *(f"--{d.name}" for d in dimensions)]):
+    space = dict(map(dimension, search))
+    if len(space) < len(search) or len(set(env_ids)) < len(env_ids):
+        refuse("--search or --env-ids: one of them is given twice")
+    if given := programs.given_twice(split(command), [*OURS, *(f"--{name}" for name in space)]):
         refuse(f"--command {command!r}: {given} is given to each run by this program")
-    try:
-        import optuna
-    except ImportError:
-        refuse("needs optuna: pip install optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     seeds = list(range(start_seed, start_seed + num_seeds))
-    scale = scales_of(env_ids, scales)
-    plan = Search(command, dimensions, scale, seeds, trials, study, prune, seed)
+    asked = Search(command, space, scales_of(env_ids, scales), seeds, trials, study, prune, seed)
+    common = {"command": command, "search": search, "scales": asked.scales, "seeds": seeds}
     try:
         guard = lock(study / "lock", wait=True)
     except OSError as error:
         refuse(f"--study {study}: {error.strerror}")
     with guard:
-        known = plan.open_study()
-        settings = known.user_attrs.get("settings")
-        if settings is None:
-            known.set_user_attr("settings", plan.settings())
-        for name, value in plan.settings().items():
-            if settings and settings[name] != value:
-                refuse(f"--study {study}: {name} was {settings[name]}; give another folder")
-        plan.failed_before = {t.number for t in known.trials if t.state.name == "FAIL"}
-    with stop_on_signals(plan), ThreadPoolExecutor(workers) as pool:
-        for future in [pool.submit(plan.worker) for _ in range(workers)]:
+        known = asked.study()
+        before = known.user_attrs.get("settings", common)
+        for name, value in common.items():
+            if before[name] != value:
+                refuse(f"--study {study}: {name} was {before[name]}; give another folder")
+        known.set_user_attr("settings", common)
+        asked.failed_before = sum(t.state.name == "FAIL" for t in known.trials)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, asked.on_signal)
+    with ThreadPoolExecutor(workers) as pool:
+        for future in [pool.submit(asked.worker) for _ in range(workers)]:
             future.result()
 
-    everything = known.trials
-    states = [t.state.name for t in everything]
-    write(plan, everything)
-    report(plan, known, everything)
-    done = states.count("COMPLETE") + states.count("PRUNED")
-    print(
-        f"{done} of {trials} trials done, {states.count('PRUNED')} of them pruned, "
-        f"{states.count('FAIL')} failed; table: {study / 'trials.csv'}"
-    )
-    if plan.stop.is_set():
+    ended = known.trials
+    states = [t.state.name for t in ended]
+    report(asked, known, write(asked, ended))
+    pruned, failed = states.count("PRUNED"), states.count("FAIL")
+    done = states.count("COMPLETE") + pruned
+    told = f"{done} of {trials} trials done, {pruned} of them pruned, {failed} failed"
+    print(f"{told}; table: {study / 'trials.csv'}")
+    if asked.stop.is_set():
         print("stopped; the same command goes on")
-        raise SystemExit(128 + plan.signal)
+        raise SystemExit(128 + asked.signal)
     if done < trials:
         raise SystemExit(1)

@@ -19,7 +19,7 @@ from program import ROOT, rows
 from benchmark import data
 from benchmark.programs import last_word, locked, provenance, tail, write_json
 from benchmark.report import run_row
-from benchmark.run import Job, Local, Slurm, Work, gpus_here, plan
+from benchmark.run import Local, Slurm, Work, gpus_here, plan
 
 # As our scripts are, from outside: a step a tick, a checkpoint after each, SIGTERM stops it.
 TOY = """
@@ -344,7 +344,7 @@ def test_a_resumed_run_says_if_it_went_on_with_another_source(toy):
         assert run.info["resumed_with"] == starts[1:]
     Path(folder_of(1), "run", "run.json").unlink()
     Path(folder_of(1), "run", "checkpoint.pt").unlink()
-    write_json(folder_of(1) / "job.json", Job("", folder_of(1)).read() | {"done": False})
+    write_json(folder_of(1) / "job.json", Work(folder_of(1), None).read() | {"done": False})
     assert bench(command, num_seeds=1).returncode == 0  # begun anew: so is the list
     assert len(json.loads((folder_of(1) / "job.json").read_text())["starts"]) == 1
 
@@ -425,9 +425,8 @@ def test_more_is_asked_of_finished_runs(toy):
 def test_stopped_before_it_began(toy):
     """A job whose process gets SIGTERM before its program runs starts none and isn't done."""
     (job,) = plan(["A-v0"], "python toy.py --total-timesteps 3", range(1, 2), Path("runs"), "x", 0)
-    work = Work(job.folder, None)
-    work.stop()
-    work()
+    job.stop()
+    job()
     assert (job.read()["done"], job.read()["reason"]) == (False, "")
     assert not Path("starts.txt").exists()
 
@@ -463,7 +462,7 @@ def test_one_folder_is_of_one_command(toy):
     assert bench(num_seeds=1).returncode == 0
     done = bench("python toy.py --total-timesteps 6", num_seeds=1)
     assert done.returncode == 2
-    assert "was made by 'python toy.py --total-timesteps 5 " in done.stderr
+    assert "was made by 'python toy.py --total-timesteps 5'" in done.stderr
     assert bench("python toy.py --total-timesteps 6", num_seeds=1, variant="six").returncode == 0
     assert [run.algorithm for run in data.find([Path("runs")])] == ["toy", "toy six"]
 
@@ -473,28 +472,24 @@ def test_gpus_are_dealt_out(toy, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     assert gpus_here() == ["4", "6"]
     command = "python toy.py --total-timesteps 3 --tick 0.3"
-    jobs = plan(["A-v0"], command, range(1, 4), Path("runs"), "default", 0)
-    place = Local(Path("runs"), 3, gpus_here(), 1)
-    started = place.submit(jobs, [], None)
-    assert [job.gpus for job in started] == [("4",), ("6",), ("4",)]
-    wait_for(lambda: len(place.ended(started)) == 3)
-    assert sorted(row[-1] for row in lines("starts.txt")) == ["4", "4", "6"]
-    both = Local(Path("runs"), 1, gpus_here(), 2)
-    more = plan(["B-v0"], command, range(1, 2), Path("runs"), "default", 0)
-    assert [job.gpus for job in both.submit(more, [], None)] == [("4", "6")]
-    wait_for(lambda: both.ended(more) == more)
+
+    def dealt(env_id: str, workers: int, each: int, jobs: int) -> list[str]:
+        """What CUDA_VISIBLE_DEVICES was in each job."""
+        left = plan([env_id], command, range(jobs), Path("runs"), "default", 0)
+        place = Local(workers, gpus_here(), each)
+        place.start(left)
+        wait_for(lambda: place.ended(left) == left)
+        text = Path("starts.txt").read_text()
+        return sorted(line.split(" ")[-1] for line in text.splitlines() if env_id in line)
+
+    assert dealt("A-v0", 3, 1, 3) == ["4", "4", "6"]
+    assert dealt("B-v0", 1, 2, 2) == ["4,6", "4,6"]
     with pytest.raises(SystemExit):
-        Local(Path("runs"), 1, gpus_here(), 3)
-    shown = []
-    for first, visible in ((0, "GPU-5e1,MIG-77"), (2, "")):  # by name; all hidden by the user
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        last = plan(["C-v0"], command, range(first, first + 2), Path("runs"), "default", 0)
-        Local(Path("runs"), 2, gpus_here(), 1).submit(last, [], None)
-        shown += last
-    wait_for(lambda: all(job.read()["done"] for job in shown))
-    starts = [line for line in lines("starts.txt") if line[0] == "C-v0"]
-    assert sorted(row[-1] for row in starts if len(row) > 4) == ["GPU-5e1", "MIG-77"]
-    assert len([row for row in starts if len(row) == 4]) == 2  # set, and empty
+        Local(1, gpus_here(), 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5e1,MIG-77")  # by name
+    assert dealt("C-v0", 2, 1, 4) == ["GPU-5e1", "GPU-5e1", "MIG-77", "MIG-77"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # all hidden by the user
+    assert dealt("D-v0", 2, 1, 2) == ["", ""]
 
 
 def test_a_queue_that_cant_be_read_gets_no_second_array(toy, monkeypatch, capsys):
@@ -504,9 +499,9 @@ def test_a_queue_that_cant_be_read_gets_no_second_array(toy, monkeypatch, capsys
         Path("bin", name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{Path('bin').absolute()}:{os.environ['PATH']}")
     jobs = plan(["A-v0"], "python toy.py --total-timesteps 3", range(2), Path("runs"), "x", 0)
-    place = Slurm(Path("runs"), 1, {})
+    place = Slurm(Path("runs"), 1, 60, ())
     with pytest.raises(SystemExit):
-        place.submit(jobs, [], None)
+        place.start(jobs)
     assert "squeue: Unable to contact controller" in capsys.readouterr().err
 
 
@@ -516,6 +511,20 @@ def test_two_harnesses_share_the_work(toy):
     assert first.wait(90) == second.wait(90) == 0
     check_whole([1, 2, 3], 10)
     assert len(lines("starts.txt")) == 3
+
+
+def test_ctrl_c_ends_a_command_that_waits_for_another(toy):
+    command = "python toy.py --total-timesteps 40 --tick 0.2"
+    first = background(command, num_seeds=1)
+    wait_for(lambda: lines("starts.txt"))
+    second = background(command, num_seeds=1)
+    wait_for(lambda: "runs already" in Path("out.txt").read_text())
+    second.send_signal(signal.SIGINT)
+    assert second.wait(10) == 130
+    assert locked(folder_of(1)) and not lines("ends.txt")
+    assert first.wait(60) == 0
+    check_whole([1], 40)
+    assert len(lines("starts.txt")) == 1
 
 
 def test_many_commands_at_once_in_a_new_folder(toy):
@@ -531,15 +540,8 @@ def test_many_commands_at_once_in_a_new_folder(toy):
     assert json.loads(Path("shared.json").read_text()).keys() == {"writer"}
 
 
-def test_step_and_tail_read_the_end_of_a_file(toy):
-    table = folder_of(1) / "run" / "episodes.csv"
-    table.parent.mkdir(parents=True)
-    job = Job("x", folder_of(1))
-    assert (job.step(), job.total()) == (0, 0)
-    table.write_text("global_step,seconds,return,length\n")
-    assert job.step() == 0
-    table.write_text("global_step,seconds,return,length\n" + "12345,1.0,2.0,3\n" * 9999)
-    assert job.step() == 12345
+def test_tail_reads_the_end_of_a_file(toy):
+    assert tail(Path("log")) == []
     Path("log").write_text("a\n" * 5000 + "10%\r20%\r\n\nlast\n")
     assert tail(Path("log"), 3) == ["10%", "20%", "last"]
 
@@ -589,7 +591,7 @@ def test_an_id_that_names_a_module_is_resumed_and_played(tmp_path, monkeypatch):
     folder = Path("runs/mine:Mine-v0/ppo_continuous_action/default-s1")
     info = data.read_json(folder / "run" / "run.json")
     (folder / "run" / "run.json").write_text(json.dumps(info | {"status": "running"}))
-    write_json(folder / "job.json", Job("", folder).read() | {"done": False})
+    write_json(folder / "job.json", Work(folder, None).read() | {"done": False})
     assert bench(command, **flags).returncode == 0
     assert "--resume" in (folder / "log.txt").read_text()
     (run,), (kept,) = (data.find([Path(name)]) for name in ("runs", "kept"))
@@ -662,9 +664,11 @@ def test_slurm_job_goes_on(cluster, toy, how):
 
 @pytest.mark.slow
 def test_slurm_array_has_no_more_workers_than_asked(cluster, toy):
-    done = bench("python toy.py --total-timesteps 5 --tick 0.2", num_seeds=4, cluster="slurm")
+    flags = {"cluster": "slurm", "sbatch": ["comment=four seeds", "exclusive"]}
+    done = bench("python toy.py --total-timesteps 5 --tick 0.2", num_seeds=4, **flags)
     assert done.returncode == 0
     check_whole([1, 2, 3, 4], 5)
     script = next(Path("runs/submitit").glob("*_submission.sh")).read_text()
-    assert "#SBATCH --array=0-3%1" in script
+    for flag in ("array=0-3%1", "comment='four seeds'", "exclusive", "requeue", "time=1440"):
+        assert f"#SBATCH --{flag}\n" in script
     assert shlex.split(script[script.index("srun") :])[-1].endswith("runs/submitit")

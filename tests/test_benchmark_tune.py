@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmark import data
-from benchmark.tune import dimension, tune
+from benchmark.tune import dimension, flag, tune
 
 ROOT = Path(__file__).resolve().parent.parent
 # Its return is highest, 100 + seed, at x = 0.3 and kind a. It notes every start in starts.txt.
@@ -63,6 +63,10 @@ SETUP = {"search": ["x float -1 1"], "env_ids": ["Toy-v0"], "study": Path("study
 def folder(tmp_path, monkeypatch):
     (tmp_path / "fake.py").write_text(FAKE)
     monkeypatch.chdir(tmp_path)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def rows() -> list[dict]:
@@ -71,7 +75,9 @@ def rows() -> list[dict]:
 
 
 def starts(trial: int) -> list[str]:
-    return Path(f"study/trial-{trial:04}/starts.txt").read_text().splitlines()
+    """The seeds of its runs, and whether these were new, in order."""
+    lines = Path("study/Toy-v0/fake/starts.txt").read_text().splitlines()
+    return re.findall(rf"trial-{trial:04}-(.*)", "\n".join(lines))
 
 
 def start(*flags: str) -> subprocess.Popen:
@@ -106,12 +112,12 @@ def test_finds_the_best(capsys):
     best = max(complete, key=lambda row: float(row["score"]))
     assert abs(float(best["x"]) - 0.3) < 0.12
     assert best["kind"] == "a"
-    assert f"\nbest: python fake.py --x {best['x']} --kind a\n" in told.replace("--x=", "--x ")
+    assert f"\nbest: python fake.py --x={best['x']} --kind=a\n" in told
     assert "importance: x " in told
     pruned = [int(row["trial"]) for row in table if row["state"] == "pruned"]
     assert pruned
     assert len(pruned) + len(complete) == 24
-    assert all(starts(trial) == ["Toy-v0-s1 new"] for trial in pruned)  # after the first seed
+    assert all(starts(trial) == ["s1 new"] for trial in pruned)  # after the first seed
     later = [float(row["score"]) for row in complete if int(row["trial"]) >= 12]
     assert sum(score > 80 for score in later) >= 0.8 * len(later)
     tune("python fake.py", search, ["Toy-v0"], num_seeds=2, trials=24, study=Path("study"))
@@ -126,16 +132,16 @@ def test_finds_the_best(capsys):
 def test_killed_in_mid_trial_and_gone_on(orphan):
     flags = "--command", "python fake.py --sleep 0.8", "--trials", "2", "--no-prune"
     first = start(*flags)
-    script = running("study/trial-0001/Toy-v0-s2/run/run.json")["pid"]
+    script = running("study/Toy-v0/fake/trial-0001-s2/run/run.json")["pid"]
     first.kill()
     first.wait()
     if orphan == "dies":
         os.kill(script, signal.SIGKILL)
     tune("python fake.py --sleep 0.8", **SETUP, trials=2, prune=False)  # waits for one that lives
     assert [row["state"] for row in rows()] == ["complete"] * 2
-    begun = ["Toy-v0-s1 new", "Toy-v0-s2 new"]
+    begun = ["s1 new", "s2 new"]
     assert starts(0) == begun
-    assert starts(1) == begun + ["Toy-v0-s2 resumed"] * (orphan == "dies")
+    assert starts(1) == begun + ["s2 resumed"] * (orphan == "dies")
     score = 101.5 - 100 * (float(rows()[1]["x"]) - 0.3) ** 2
     assert float(rows()[1]["score"]) == pytest.approx(score)
 
@@ -143,7 +149,7 @@ def test_killed_in_mid_trial_and_gone_on(orphan):
 def test_sigterm_leaves_a_study_that_continues():
     flags = "--command", "python fake.py --sleep 30", "--trials", "1"
     first = start(*flags)
-    script = running("study/trial-0000/Toy-v0-s1/run/run.json")["pid"]
+    script = running("study/Toy-v0/fake/trial-0000-s1/run/run.json")["pid"]
     first.send_signal(signal.SIGTERM)
     out, err = first.communicate(timeout=20)
     assert first.returncode == 128 + signal.SIGTERM
@@ -153,19 +159,19 @@ def test_sigterm_leaves_a_study_that_continues():
         os.kill(script, 0)
     assert rows()[0]["state"] == "running"
     second = start(*flags)
-    running("study/trial-0000/Toy-v0-s2/run/run.json")
+    running("study/Toy-v0/fake/trial-0000-s2/run/run.json")
     for _ in range(2):  # as under uv; not yet "at once", which kills
         second.send_signal(signal.SIGINT)
         time.sleep(0.02)
     second.communicate(timeout=20)
     assert second.returncode == 128 + signal.SIGINT
-    assert Path("study/trial-0000/Toy-v0-s2/run/saved").exists()
+    assert Path("study/Toy-v0/fake/trial-0000-s2/run/saved").exists()
     tune("python fake.py --sleep 30", **SETUP, trials=1)
-    assert starts(0) == [f"Toy-v0-s{s} {how}" for s in (1, 2) for how in ("new", "resumed")]
+    assert starts(0) == [f"s{s} {how}" for s in (1, 2) for how in ("new", "resumed")]
     assert [row["state"] for row in rows()] == ["complete"]
     digest = hashlib.sha256(FAKE.encode()).hexdigest()  # of what each run began with, noted once
-    for job in ("Toy-v0-s1", "Toy-v0-s2"):
-        assert Path(f"study/trial-0000/{job}/job.json").read_text().count(digest) == 1
+    for job in ("trial-0000-s1", "trial-0000-s2"):
+        assert Path(f"study/Toy-v0/fake/{job}/job.json").read_text().count(digest) == 1
 
 
 def test_two_processes_share_a_study():
@@ -189,7 +195,7 @@ def test_failures_are_told_and_replaced(capfd):
     told = capfd.readouterr()
     assert "0 of 2 trials done, 0 of them pruned, 2 failed" in told.out
     assert told.err.count("Toy-v0, seed 1: exit code 1: ") == 2
-    assert told.err.count(" is too much; study/trial-") == 2
+    assert told.err.count(" is too much; study/Toy-v0/fake/trial-") == 2
     assert [row["state"] for row in rows()] == ["fail"] * 2
     again = SETUP | {"study": Path("other")}
     with pytest.raises(SystemExit) as end:
@@ -218,21 +224,26 @@ def test_score_is_scaled_and_averaged_over_environments():
     assert float(row["A-v0"]) == pytest.approx(raw / 200)
     assert float(row["B-v0"]) == pytest.approx((raw + 100) / 200)
     assert float(row["score"]) == pytest.approx((raw + 50) / 200)
-    info = json.loads(Path("study/trial-0000/B-v0-s2/run/run.json").read_text())
+    info = json.loads(Path("study/B-v0/fake/trial-0000-s2/run/run.json").read_text())
     assert info["args"]["env_id"] == "B-v0"
 
 
 def test_flags_of_every_kind():
-    def flags(text: str, value) -> list[str]:
-        return dimension(text).flags(value)
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    assert flags("--lr log 1e-5 1e-2", 1.5e-4) == ["--lr", "0.00015"]
-    assert flags("logvar float -2 0", -1e-5) == ["--logvar=-1e-05"]  # no flag called -1e-05
-    assert flags("epochs int 2 10", 3) == ["--epochs", "3"]
-    assert flags("steps choice 64 128", "64") == ["--steps", "64"]
-    assert flags("anneal-lr flag", True) == ["--anneal-lr"]
-    assert flags("anneal-lr flag", False) == ["--no-anneal-lr"]
-    assert dimension("epochs int 2 10").values == [2, 10]
+    kinds = {
+        "--lr log 1e-5 1e-2": FloatDistribution(1e-5, 1e-2, log=True),
+        "lr float -2 0": FloatDistribution(-2, 0),
+        "lr int 2 10": IntDistribution(2, 10),
+        "lr choice 64 128": CategoricalDistribution(["64", "128"]),
+        "lr flag": CategoricalDistribution([True, False]),
+    }
+    for text, values in kinds.items():
+        assert dimension(text) == ("lr", values)
+    assert flag("lr", 1.5e-4) == "--lr=0.00015"
+    assert flag("logvar", -1e-5) == "--logvar=-1e-05"  # no flag called -1e-05
+    assert flag("anneal-lr", True) == "--anneal-lr"
+    assert flag("anneal-lr", False) == "--no-anneal-lr"
 
 
 @pytest.mark.parametrize(
@@ -277,8 +288,7 @@ def test_a_journal_cut_off_goes_on_and_a_damaged_one_is_told(capsys):
         assert [row["score"] for row in table] != [""] * 3
         assert all(line.endswith(b"}\n") for line in journal.read_bytes().splitlines(True))
     journal.write_bytes(whole[:-7])  # the last trial's end is lost, its runs are not
-    for trial in range(3):
-        Path(f"study/trial-{trial:04}/starts.txt").write_text("")
+    Path("study/Toy-v0/fake/starts.txt").write_text("")
     journal.write_bytes(whole[: whole.rindex(b"\n", 0, -1) + 5])
     tune("python fake.py", **SETUP, trials=3, prune=False)
     assert [len(starts(trial)) for trial in range(3)] == [0, 0, 0]  # nothing is trained again

@@ -55,7 +55,7 @@ def test_a_page_for_each_script(script, tmp_path):
 def test_a_link_leads_to_the_definition():
     source = (docs.DOCS.parent / "ppo.py").read_text().splitlines()
     assert source[docs.line_of("gae", "ppo.py") - 1].startswith("def gae(")
-    assert source[docs.line_of("Batch", "ppo.py") - 1].startswith("class Batch(")
+    assert source[docs.line_of("Agent", "ppo.py") - 1].startswith("class Agent(")
     assert "advantages.std()" in source[docs.line_of("advantages.std()", "ppo.py") - 1]
     with pytest.raises(SystemExit, match=r"not in ppo\.py"):
         docs.line_of("what is not there", "ppo.py")

@@ -1,7 +1,7 @@
-"""An ablation of ppo_cma.py, with its flags: the mean moves before the variance, where ppo_cma.py
-lets the variance see the old mean and the mean the new variance."""
+"""An ablation of ppo_cma.py: the mean moves before the variance, where ppo_cma.py lets the variance
+see the old mean and the mean the new variance."""
 
-from cma import main, ppo_cma
+from cma import change, ppo_cma
 
 fit, waiting = ppo_cma.fit, []
 
@@ -17,7 +17,4 @@ def mean_first(name: str, *given) -> dict[str, float]:
     return metrics
 
 
-ppo_cma.fit = mean_first
-
-if __name__ == "__main__":
-    main()
+change(__name__, fit=mean_first)

@@ -1,8 +1,8 @@
-"""An ablation of ppo_cma.py, with its flags: the kernel of mirrored actions is the Gaussian of the
-whole action, a product over dimensions, where ppo_cma.py averages over them."""
+"""An ablation of ppo_cma.py: the kernel of mirrored actions is the Gaussian of the whole action, a
+product over dimensions, where ppo_cma.py averages over them."""
 
 import torch.nn.functional as F
-from cma import main, ppo_cma
+from cma import change, ppo_cma
 
 
 def mean_loss(actions, advantages, mean, logvar, mean_old, mirror: bool):
@@ -16,7 +16,4 @@ def mean_loss(actions, advantages, mean, logvar, mean_old, mirror: bool):
     return loss
 
 
-ppo_cma.mean_loss = mean_loss
-
-if __name__ == "__main__":
-    main()
+change(__name__, mean_loss=mean_loss)

@@ -1,9 +1,9 @@
-"""An ablation of ppo_cma.py, with its flags: ends of episodes as in the code that made the paper's
-curves. The last transition's advantage is 0, and the one before bootstraps from the last value,
-where ppo_cma.py lets the last transition count, with a value of 0 after it."""
+"""An ablation of ppo_cma.py: ends of episodes as in the code that made the paper's curves. The last
+transition's advantage is 0, and the one before bootstraps from the last value, where ppo_cma.py
+lets the last transition count, with a value of 0 after it."""
 
 import numpy as np
-from cma import main, ppo_cma
+from cma import change, ppo_cma
 
 gae = ppo_cma.gae
 
@@ -15,7 +15,4 @@ def published_ends(rewards, values, terminated, truncated, gamma: float, gae_lam
     return gae(rewards, values, terminated, truncated, gamma, gae_lambda)
 
 
-ppo_cma.gae = published_ends
-
-if __name__ == "__main__":
-    main()
+change(__name__, gae=published_ends)

@@ -1,10 +1,10 @@
-"""A modernisation of ppo_cma.py, tried as an ablation, with its flags: rewards are divided by the
-RMS of all Monte-Carlo returns so far, every iteration weighing the same, so that the critic, whose
-steps are few and small, need not follow returns over orders of magnitude."""
+"""A modernisation of ppo_cma.py, tried as an ablation: rewards are divided by the RMS of all
+Monte-Carlo returns so far, every iteration weighing the same, so that the critic, whose steps are
+few and small, need not follow returns over orders of magnitude."""
 
 import numpy as np
 import torch
-from cma import main, ppo_cma
+from cma import change, ppo_cma
 
 update = ppo_cma.update
 
@@ -18,7 +18,6 @@ class Agent(ppo_cma.Agent):
 
 
 def scaled_update(agent: Agent, obs, actions, rewards, lengths) -> dict[str, float]:
-    """As ppo_cma.update."""
     ends = np.zeros(len(rewards))
     ends[np.cumsum(lengths) - 1] = 1.0
     nothing = np.zeros(len(rewards) + 1)
@@ -28,7 +27,4 @@ def scaled_update(agent: Agent, obs, actions, rewards, lengths) -> dict[str, flo
     return update(agent, obs, actions, rewards / scale, lengths)
 
 
-ppo_cma.Agent, ppo_cma.update = Agent, scaled_update
-
-if __name__ == "__main__":
-    main()
+change(__name__, Agent=Agent, update=scaled_update)

@@ -13,21 +13,17 @@ import re
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from benchmark import data
 from benchmark.published import RESULTS, ROOT, tables
 
 DOCS = ROOT / "docs"
-README = ROOT / "README.md"
-PAGES = [README, *sorted(DOCS.glob("*.md")), *sorted(RESULTS.glob("*.md"))]
-PAGES += sorted(RESULTS.glob("*/README.md"))
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(RESULTS.glob("*/README.md"))]
 LINK = re.compile(r"\[`([^`]+)`\]\(\.\./(\w+\.py)#L\d+\)")
 
 
 def line_of(text: str, file: str) -> int:
     """The first line of a script that holds this text, before all others one that defines it."""
-    lines = (DOCS.parent / file).read_text().splitlines()
+    lines = (ROOT / file).read_text().splitlines()
     for pattern in (rf"\s*(def|class) {re.escape(text)}\b", rf"{re.escape(text)} =", None):
         for number, line in enumerate(lines, 1):
             if text in line if pattern is None else re.match(pattern, line):
@@ -42,10 +38,10 @@ def link(found: re.Match) -> str:
 
 def flags(script: str) -> str:
     """A table of the fields of a script's Args: flag, default, and the comment that is its help."""
-    module = importlib.import_module(script)
-    source = (DOCS.parent / f"{script}.py").read_text()
-    rows = []
-    for field in dataclasses.fields(module.Args):
+    fields = dataclasses.fields(importlib.import_module(script).Args)
+    source = (ROOT / f"{script}.py").read_text()
+    words, rows = {None: "", True: "on", False: "off"}, []
+    for field in fields:
         said = re.search(rf"\n    {field.name}: [^\n#]*# ([^\n]*)", source)[1].replace("|", "\\|")
         default = field.default
         if default is dataclasses.MISSING:
@@ -54,17 +50,10 @@ def flags(script: str) -> str:
             default = "the file's name"
         if isinstance(default, tuple | list):
             default = " ".join(map(str, default))
-        flag = "--" + field.name.replace("_", "-")
-        words = {None: "", True: "on", False: "off"}
-        shown = words[default] if default is None or isinstance(default, bool) else default
-        rows.append([f"`{flag}`", shown, said])
+        if default is None or isinstance(default, bool):
+            default = words[default]
+        rows.append([f"`--{field.name.replace('_', '-')}`", default, said])
     return tables.table("flag | default |", rows, "---")
-
-
-def score(values: list[float]) -> str:
-    """IQM over seeds with its 95 % interval, in words."""
-    found = [value for value in values if np.isfinite(value)]
-    return tables.bold(tables.estimate(found)) if found else ""
 
 
 def results(script: str) -> str:
@@ -72,17 +61,15 @@ def results(script: str) -> str:
     groups = {}
     for run in data.find([RESULTS]):
         if run.script == script and run.status == "finished":
-            goal = (run.info["args"].get(name) for name in ("num_episodes", "total_timesteps"))
-            groups.setdefault((run.env_id, run.variant, *goal), []).append(run)
+            groups.setdefault((run.env_id, run.variant, run.budget), []).append(run)
     rows = []
-    for (env_id, setting, *_), runs in groups.items():
+    for (env_id, setting, _), runs in groups.items():
         steps = sorted(run.info["global_step"] for run in runs)
         lengths = dict.fromkeys(f"{steps[k] / 1e6:.2g}M" for k in (0, -1))
-        commits = sorted({(run.info.get("git_commit") or "")[:7] for run in runs})
-        training = score([run.score("training") for run in runs])
-        final = score([run.score("evaluation") for run in runs])
-        seeds = f"{len(runs)}, {' to '.join(lengths)}"
-        rows.append([env_id, setting, seeds, training, final, ", ".join(commits)])
+        commits = sorted({run.commit[:7] for run in runs})
+        scores = (tables.bold(tables.by_seed(runs, x)) for x in ("training", "evaluation"))
+        rows.append([env_id, setting, f"{len(runs)}, {' to '.join(lengths)}", *scores])
+        rows[-1].append(", ".join(commits))
     header = "environment | setting | seeds, steps | training | final policy | commits"
     return tables.table(header, rows, "---")
 

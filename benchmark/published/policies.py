@@ -1,9 +1,8 @@
 """python benchmark/published/policies.py RUN...: keep of each run's folder what playing needs, in
-policies/<env>, and how the mean action does there in policies/README.md."""
+policies/<env>, and print its row for the table of policies/README.md."""
 
 import importlib
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -12,21 +11,6 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 POLICIES = ROOT / "benchmark/published/policies"
-HEADER = """# Policies to watch
-
-Checkpoints with arguments and weights only, without those of the value function: to be played, not
-to be trained further. This records a video into the policy's folder:
-
-    python SCRIPT --evaluate benchmark/published/policies/ENV --capture-video
-
-Returns: mean and deviation of 20 episodes of the mean or likeliest action, played on the machine
-that trained it (one CPU core) by `python benchmark/published/policies.py RUN...`, which made this
-page from the runs' folders.
-
-| environment | script | arguments | seed | steps | return |
-|---|---|---|---|---|---|
-"""
-ROW = "| {env} | `{script}.py` | {more} | {seed} | {steps:,} | {mean:,.1f} +- {std:,.1f} |\n"
 
 
 def smaller(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -43,29 +27,22 @@ def keep(run: Path) -> str:
     args, script = saved["args"], content["script"].removesuffix(".py")
     weights = {name: smaller(name, x) for name, x in saved["agent"].items()}
     folder = POLICIES / args["env_id"]
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir(exist_ok=True)
     torch.save({"args": args, "agent": weights}, folder / "checkpoint.pt")
     module = importlib.import_module(script)
     flags = ["--evaluate", str(folder), "--eval-episodes", "20", "--no-cuda"]
     returns = module.evaluate(module.parse_args(flags))
-    changed = {k: x for k, x in args.items() if x != getattr(module.Args(), k)}
     own = ("env_id", "seed", "batch_size", "minibatch_size", "num_iterations")
-    more = " ".join(f"`{k}={x}`" for k, x in changed.items() if k not in own)
+    changed = {k: x for k, x in args.items() if k not in own and x != getattr(module.Args(), k)}
+    more = " ".join(f"`{k}={x}`" for k, x in changed.items())
     if content["status"] != "finished":
         more += f" stopped before its {args['total_timesteps']:,} steps"
-    row = {"env": args["env_id"], "script": script, "more": more, "seed": args["seed"]}
-    row |= {"steps": saved["counters"][0], "mean": np.mean(returns), "std": np.std(returns)}
-    return ROW.format(**row)
+    name = f"{args['env_id']} | `{script}.py` | {more} | {args['seed']}"
+    score = f"{np.mean(returns):,.1f} +- {np.std(returns):,.1f}"
+    return f"| {name} | {saved['counters'][0]:,} | {score} |"
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    table = POLICIES / "README.md"
-    rows = (
-        table.read_text().splitlines(keepends=True)[HEADER.count("\n") :] if table.exists() else []
-    )
-    found = {row.split("|")[1]: row for row in rows}
-    for row in map(keep, map(Path, sys.argv[1:])):
-        found[row.split("|")[1]] = row
-    table.write_text(HEADER + "".join(found[env] for env in sorted(found)))
+    for path in sys.argv[1:]:
+        print(keep(Path(path)))

@@ -20,6 +20,8 @@ continuous="--log-std-init 0 --no-scale-actions --clip-vloss"
 bench --variant cleanrl --env-ids CartPole-v1 \
   --command "python ppo.py --total-timesteps 100000 $discrete"
 bench --variant cleanrl --env-ids Acrobot-v1 --command "python ppo.py $discrete"
+bench --variant cleanrl --num-seeds 3 --env-ids MountainCar-v0 --command "python ppo.py $discrete"
+bench --variant cleanrl-500k --num-seeds 3 --env-ids CartPole-v1 --command "python ppo.py $discrete"
 bench --variant cleanrl --num-seeds 3 --env-ids "${mujoco[@]}" \
   --command "python ppo_continuous_action.py $continuous"
 bench --variant cleanrl --num-seeds 1 --env-ids Humanoid-v4 \

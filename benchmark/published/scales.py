@@ -11,22 +11,18 @@ import numpy as np
 
 def random_return(env_id: str, episodes: int = 100, seed: int = 0) -> np.ndarray:
     """Raw returns [episodes] of actions drawn uniformly from the action space."""
-    env = gym.make(env_id)
+    env = gym.wrappers.RecordEpisodeStatistics(gym.make(env_id), buffer_length=episodes)
     env.action_space.seed(seed)
-    returns = np.zeros(episodes)
-    for episode in range(episodes):
-        env.reset(seed=seed if episode == 0 else None)
-        done = False
-        while not done:
-            _, reward, terminated, truncated, _ = env.step(env.action_space.sample())
-            returns[episode] += reward
-            done = terminated or truncated
-    return returns
+    env.reset(seed=seed)
+    while len(env.return_queue) < episodes:
+        _, _, terminated, truncated, _ = env.step(env.action_space.sample())
+        if terminated or truncated:
+            env.reset()
+    return np.array(env.return_queue)
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         found = random_return(name)
-        print(
-            f"{name},{found.mean():.2f} +- {found.std(ddof=1) / len(found) ** 0.5:.2f}", flush=True
-        )
+        error = found.std(ddof=1) / len(found) ** 0.5
+        print(f"{name},{found.mean():.2f} +- {error:.2f}", flush=True)

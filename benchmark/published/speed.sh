@@ -9,32 +9,29 @@ speed() { python -m benchmark speed --rounds 3 --output $folder "$@"; }
 now="--no-cuda --compile-from 0" # also in runs as short as these
 
 # CleanRL's settings
-speed --steps 122880 --command "compiled=python ppo.py --env-id CartPole-v1 --learning-rate 2.5e-4 --update-epochs 4 $now" \
-  --command "eager=python ppo.py --env-id CartPole-v1 --learning-rate 2.5e-4 --update-epochs 4 $now --no-compile"
+one="python ppo.py --env-id CartPole-v1 --learning-rate 2.5e-4 --update-epochs 4 $now"
+speed --steps 122880 --command "compiled=$one" --command "eager=$one --no-compile"
 mujoco="--log-std-init 0 --no-scale-actions --clip-vloss $now"
 for env_id in HalfCheetah-v4 Hopper-v4 Humanoid-v4; do
   one="python ppo_continuous_action.py --env-id $env_id $mujoco"
   speed --steps 30720 --command "compiled=$one" --command "eager=$one --no-compile"
 done
-eight="python ppo_continuous_action.py --env-id HalfCheetah-v4 $mujoco --num-envs 8"
 speed --steps 49152 --warmup-steps 16384 --output $folder/ppo_continuous_action-HalfCheetah-v4-8envs.csv \
-  --command "compiled=$eight"
+  --command "compiled=python ppo_continuous_action.py --env-id HalfCheetah-v4 $mujoco --num-envs 8"
 
 kl="python ppo_kl_adaptive.py --env-id HalfCheetah-v4 --episodes-per-batch 5 --no-cuda"
-speed --steps 40000 --warmup-steps 10000 --command "1_environment=$kl" \
-  --command "5_environments=$kl --num-envs 5"
+speed --steps 40000 --warmup-steps 10000 --command "1_environment=$kl" --command "5_environments=$kl --num-envs 5"
 
 cma="python ppo_cma.py --env-id Humanoid-v4 --no-cuda"
 speed --no-sb3 --steps 64000 --warmup-steps 32000 --command "1_environment=$cma" \
   --command "4_environments=$cma --num-envs 4"
 
-pong="python ppo_atari_multigpu.py --env-id Pong-v5 --no-cuda --num-threads 1 --env-threads 1"
+pong="ppo_atari_multigpu.py --env-id Pong-v5 --no-cuda --num-threads 1 --env-threads 1"
+two="torchrun --standalone --nproc-per-node=2 $pong" pong="python $pong"
 speed --no-sb3 --no-bare --steps 6144 --warmup-steps 1024 --command "fp32=$pong" \
   --command "contiguous=$pong --no-channels-last" --command "bf16=$pong --bf16"
-
 speed --no-sb3 --steps 4096 --warmup-steps 1024 --output $folder/ppo_atari_multigpu-Pong-v5-processes.csv \
-  --command "1=$pong" --command "1_bf16=$pong --bf16" --command "2=torchrun --standalone --nproc-per-node=2 ${pong#python }" \
-  --command "2_bf16=torchrun --standalone --nproc-per-node=2 ${pong#python } --bf16"
+  --command "1=$pong" --command "1_bf16=$pong --bf16" --command "2=$two" --command "2_bf16=$two --bf16"
 
 # memory of long iterations
 speed --rounds 1 --no-sb3 --no-bare --steps 128000 --warmup-steps 320000 --command "$cma" \
@@ -45,7 +42,7 @@ speed --rounds 1 --no-bare --steps 64000 --warmup-steps 32000 --command "eager=$
 
 # how cost grows
 grow="python ppo_continuous_action.py --env-id HalfCheetah-v4 $now"
-speed --rounds 1 --no-sb3 --seconds 5 --vary "num-envs 1 4 16 64" \
+speed --rounds 1 --no-sb3 --seconds 5 --warmup-steps 16384 --vary "num-envs 1 4 16 64" \
   --command "$grow --num-steps 256 --num-minibatches 8"
 speed --rounds 1 --no-sb3 --no-bare --seconds 8 --vary "num-minibatches 128 32 8 2" \
   --command "$grow --num-envs 8 --num-steps 1024"

@@ -2,10 +2,7 @@
 <!-- its name --> and <!-- end -->. `python -m benchmark.published` makes them anew.
 """
 
-import re
-from collections.abc import Iterable
 from functools import partial
-from itertools import groupby
 from statistics import median
 
 import numpy as np
@@ -13,7 +10,6 @@ import numpy as np
 from benchmark import data, report, speed, stats
 from benchmark.compare import judge
 from benchmark.published import RESULTS, curves
-from benchmark.published.curves import final, last
 from benchmark.report import estimate, number, table
 
 SPEED = RESULTS / "speed"
@@ -25,72 +21,36 @@ def bold(text: str) -> str:
     return f"**{first}** {rest}".rstrip()
 
 
-def in_words(statistic, scores: list[np.ndarray]) -> str:
-    """Of scores by environment, with its 95 % interval."""
-    ends = report.between(*stats.interval(statistic, scores), report.ratio)
-    return f"{statistic(*scores):.2f} {ends}".rstrip()
+def by_seed(runs: list[data.Run], metric: str = "evaluation") -> str:
+    return estimate([run.score(metric) for run in runs]) if runs else ""
 
 
-def by_seed(found: list[curves.Curve], score) -> str:
-    return estimate([score(curve) for curve in found]) if found else ""
+def plural(seeds: int) -> str:
+    return f"{seeds} seed{'s' * (seeds > 1)}"
 
 
-def length(steps: float) -> str:
+def length(steps: int) -> str:
     return f"{steps / 1e6:g}M" if steps >= 1e6 else f"{steps // 1000}k"
 
 
-def commits(found: Iterable[curves.Curve]) -> str:
-    return ", ".join(sorted({curve.run.commit[:7] for curve in found}))
-
-
-def played(run: data.Run, text: str = ".1f") -> str:
-    """Mean and standard deviation of the returns of the final policy."""
-    return f"{np.mean(run.evaluation):{text}} +- {np.std(run.evaluation):{text}}"
-
-
-def trained_for(found: list[curves.Curve]) -> int:
-    return found[0].run.info["args"]["total_timesteps"]
-
-
-# --- clipped PPO ----------------------------------------------------------------------------------
+def trained_for(runs: list[data.Run]) -> int:
+    return runs[0].info["args"]["total_timesteps"]
 
 
 def clipped_results() -> str:
     header = "environment, steps | final policy | training | final policy at CleanRL's settings "
-    header += "| training there | "
+    header += "| training there"
     rows = []
     for env_id, script in curves.CLIPPED.items():
-        own, cleanrl = (curves.load(env_id, script, variant) for variant in curves.VARIANTS)
+        own, cleanrl = (curves.runs(env_id, script, variant) for variant in curves.VARIANTS)
         steps = trained_for(own)
         name = f"{env_id}, {length(steps)}" + f" ({len(own)} seeds)" * (len(own) != 5)
-        cells = [name, bold(by_seed(own, final)), by_seed(own, last), by_seed(cleanrl, final)]
-        cells[3] += f" ({curves.plural(len(cleanrl))})" * bool(cleanrl)
-        cells.append(by_seed(cleanrl, last))
-        others = (curves.published(env_id, steps, *which) for _, *which in curves.ELSEWHERE)
-        rows.append([*cells, *(other.partition(" ")[0] for other in others)])
-    return table(header + " | ".join(f"elsewhere, {name}" for name, *_ in curves.ELSEWHERE), rows)
-
-
-def clipped_runs() -> str:
-    header = "environment | steps | setting | seeds | final policy | training "
-    rows = []
-    for env_id, script in curves.CLIPPED.items():
-        for variant, name in curves.VARIANTS.items():
-            if found := curves.load(env_id, script, variant):
-                cells = [env_id, f"{trained_for(found):,}", name, len(found)]
-                cells += [bold(by_seed(found, final)), bold(by_seed(found, last))]
-                rows.append([*cells, ", ".join(number(final(c)) for c in found), commits(found)])
-    return table(header + "| each seed's policy | commits", rows, "---")
-
-
-def clipped_elsewhere() -> str:
-    rows = []
-    for env_id, script in curves.CLIPPED.items():
-        steps = trained_for(curves.load(env_id, script))
-        cells = [curves.published(env_id, steps, *which) for _, *which in curves.ELSEWHERE]
-        if any(cells):
-            rows.append([env_id, *cells])
-    return table(" | ".join(["environment", *(name for name, *_ in curves.ELSEWHERE)]), rows, "---")
+        there = by_seed(cleanrl) + f" ({plural(len(cleanrl))})" * bool(cleanrl)
+        cells = [name, bold(by_seed(own)), by_seed(own, "training"), there]
+        cells.append(by_seed(cleanrl, "training"))
+        others = (curves.published(env_id, steps, *which) for which in curves.ELSEWHERE.values())
+        rows.append([*cells, *others])
+    return table(" | ".join([header, *(f"elsewhere, {name}" for name in curves.ELSEWHERE)]), rows)
 
 
 # --- three scripts, eight environments ------------------------------------------------------------
@@ -108,26 +68,27 @@ def scores_by_script(groups: list[report.Group], metric: str) -> list[list[str]]
 
 
 def head_to_head() -> str:
-    groups = curves.committed(curves.SCRIPTS, curves.MUJOCO)
-    rows = []
+    groups, scales = curves.committed(curves.SCRIPTS, curves.MUJOCO), data.read_scales(data.SCALES)
+    rows, better = [], []
     for env_id, seeds, *scores in scores_by_script(groups, "evaluation"):
-        own = {g.algorithm: stats.iqm(g.scores("evaluation")) for g in groups if g.env_id == env_id}
-        cells = [
-            bold(score) if own.get(name) == max(own.values()) else score
-            for name, score in zip(curves.SCRIPTS, scores, strict=True)
-        ]
-        rows.append([env_id, seeds, *cells])
-    scales = data.read_scales(data.SCALES)
-    better = []
+        numbers = [float(score.split()[0].replace(",", "")) for score in scores]
+        marked = (bold(x) if y == max(numbers) else x for x, y in zip(scores, numbers, strict=True))
+        rows.append([env_id, seeds, *marked])
     for metric, words in (("evaluation", ""), ("training", ", training")):
         (algorithms, _), *_ = report.compared(groups, metric)
         scores = [report.normalised(algorithms[name], metric, scales) for name in curves.SCRIPTS]
-        cells = [in_words(stats.iqm, own) for own in scores]
-        rows.append([f"all eight, normalised{words}", "", *cells])
-        cells = [in_words(stats.improvement, [*own, *scores[0]]) for own in scores[1:]]
-        better.append([f"P(above clipped){words}", "", "", *cells])
+        pooled = [in_words(stats.iqm, own) for own in scores]
+        wins = [in_words(stats.improvement, [*own, *scores[0]]) for own in scores[1:]]
+        rows.append([f"all eight, normalised{words}", "", *pooled])
+        better.append([f"P(above clipped){words}", "", "", *wins])
     header = " | ".join(f"`{name.split()[0]}.py`" for name in curves.SCRIPTS)
     return table(f"environment | seeds | {header}", rows + better)
+
+
+def in_words(statistic, scores: list[np.ndarray]) -> str:
+    """Of scores by environment, with its 95 % interval."""
+    ends = report.between(*stats.interval(statistic, scores), report.ratio)
+    return f"{statistic(*scores):.2f} {ends}"
 
 
 def each_environment(metric: str) -> str:
@@ -143,30 +104,20 @@ def all_environments(metric: str) -> str:
     return "\n\n".join(blocks[1:])
 
 
-def ends_of_scales() -> str:
-    scales = data.read_scales(data.SCALES)
-    rows = [[e, scales[e].low, scales[e].high, scales[e].source] for e in curves.MUJOCO]
-    return table("environment | 0 | 1 | source", rows)
-
-
 def scores() -> str:
     """README's: final policies of all scripts, one setting a script but where it is said."""
     groups = curves.committed(curves.SCRIPTS, curves.MUJOCO)
     rows = [[f"{name}, 1M", *cells] for name, *cells in scores_by_script(groups, "evaluation")]
-    for env_id, *which in (
-        ("Humanoid-v4, 10M", ("ppo_continuous_action", "10M-64envs"), ("ppo_cma", "anneal-lr")),
-        ("CartPole-v1, 100k", ("ppo", "default")),
-        ("Acrobot-v1, 500k", ("ppo", "default")),
-        ("MountainCar-v0, 500k", ("ppo", "default")),
-    ):
-        found = [curves.load(env_id.partition(",")[0], *script) for script in which]
-        cells = [by_seed(own, final) for own in found] + [""]
-        seeds = ", ".join(str(len(own)) for own in found)
-        rows.append([env_id, seeds, cells[0], "", cells[1]])
-    for name in curves.GOALS:
-        for run in curves.runs(name, "ppo_atari_multigpu"):
-            steps = f"{run.steps[-1] / 1e6:.0f}M"
-            rows.append([f"{name}, {steps}", 1, f"{np.mean(run.evaluation):.1f}", "", ""])
+    clipped = curves.runs("Humanoid-v4", "ppo_continuous_action", "10M-64envs")
+    cma = curves.runs("Humanoid-v4", "ppo_cma", "anneal-lr")
+    seeds = f"{len(clipped)}, {len(cma)}"
+    rows.append(["Humanoid-v4, 10M", seeds, by_seed(clipped), "", by_seed(cma)])
+    for env_id in ("CartPole-v1", "Acrobot-v1", "MountainCar-v0"):
+        found = curves.runs(env_id, "ppo")
+        name = f"{env_id}, {length(trained_for(found))}"
+        rows.append([name, len(found), by_seed(found), "", ""])
+    for run in games():
+        rows.append([f"{run.env_id}, {run.steps[-1] / 1e6:.0f}M", 1, by_seed([run]), "", ""])
     header = "environment, steps | seeds | clipped PPO | `ppo_kl_adaptive.py` | `ppo_cma.py`"
     return table(header, rows)
 
@@ -181,7 +132,8 @@ def verdicts(metric: str) -> list[list[str]]:
     found, rows = {(g.algorithm, g.env_id): g.scores(metric) for g in groups}, []
     for name in (curves.WHOLE, *curves.CHANGES):
         scores = [found.get((name, env_id), np.empty(0)) for env_id in curves.ABLATED]
-        if not any(map(len, scores)):
+        both = [env_id for env_id, own in zip(curves.ABLATED, scores, strict=True) if len(own)]
+        if not both:
             continue
         seeds = ", ".join(str(len(x)) for x in scores)
         cells = [name.removesuffix(" 1M"), curves.CHANGES.get(name, ""), seeds]
@@ -189,7 +141,6 @@ def verdicts(metric: str) -> list[list[str]]:
         if name == curves.WHOLE:
             rows.append([*cells, "", "", ""])
             continue
-        both = [env_id for env_id, own in zip(curves.ABLATED, scores, strict=True) if len(own)]
         whole, changed = ([found[key, env_id] for env_id in both] for key in (curves.WHOLE, name))
         probability, low, high, p, verdict = judge(whole, changed)
         ends = report.between(low, high, report.ratio)
@@ -221,34 +172,34 @@ def cma_results() -> str:
         ("MountainCarContinuous-v0", "default", car % 4),
     ):
         found = curves.load(env_id, "ppo_cma", variant)
-        most = trained_for(found)
+        most = trained_for([curve.run for curve in found])
         steps = f"{most / 1e6:.1f}M" if most >= 1e6 else length(most)
-        points, name, seeds = curves.original(env_id)
-        nearest = points[np.abs(points[:, 0] - most).argmin()]
-        published = f"{number(nearest[1])} at {nearest[0] / 1e6:g}M ("
-        published += f"{name}, " * (name != env_id) + f"{curves.plural(seeds)})"
-        if variant == "default" and "--action-repeat" in setting:
-            published = ""  # which repeats an action twice
+        points = [x for x in curves.anchors(env_id) if x.algorithm.startswith("ppo-cma-m")]
+        nearest = min(points, key=lambda x: abs(x.steps - most))
+        who = f"{nearest.env_id}, " * (nearest.env_id != env_id) + plural(nearest.seeds)
+        original = f"{number(nearest.score)} at {nearest.steps / 1e6:g}M ({who})"
         cells = []
-        for own in ([curves.smooth(c.returns)[-1] for c in found], list(map(final, found))):
-            ends = f" ({number(min(own))} to {number(max(own))})" * (len(own) > 1)
-            cells.append(f"**{number(np.mean(own))}**{ends}")
+        for own in (
+            [curves.smooth(curve.returns)[-1] for curve in found],
+            [curve.run.score("evaluation") for curve in found],
+        ):
+            cells.append(f"**{number(np.mean(own))}** ({number(min(own))} to {number(max(own))})")
+        if setting == car % 4:
+            original = ""  # which repeats an action twice
         name = f"{env_id}, {setting}"
-        rows.append([name, f"{len(found)} x {steps}", cells[0], published, cells[1]])
+        rows.append([name, f"{len(found)} x {steps}", cells[0], original, cells[1]])
     header = "environment, command | seeds, steps | training return | original's training return "
     return table(header + "| mean action", rows)
 
 
-CROSSINGS = (1000, 2000, 3000, 4000)  # of returns on Humanoid
-ORIGINAL = ["original, Humanoid-v2, mean of 3", "2.01M", "2.48M", "2.91M", "3.34M"]  # off a figure
-
-
-def crossings(curve: curves.Curve) -> list[str]:
-    return [curves.crossing(curve, score) for score in CROSSINGS]
+def crossing(curve: curves.Curve, score: float) -> int:
+    """The end of the first window with such a return, 0 without one."""
+    above = curve.ends[curve.returns >= score]
+    return int(above[0]) if len(above) else 0
 
 
 def humanoid() -> str:
-    rows = []
+    goals, rows = (1000, 2000, 3000, 4000), []
     for script, variant, words in (
         ("ppo_cma", "default", ""),
         ("ppo_cma", "anneal-lr", ", `--anneal-lr`"),
@@ -256,100 +207,43 @@ def humanoid() -> str:
         ("ppo_continuous_action", "10M-64envs", ", 64 environments"),
     ):
         for curve in curves.load("Humanoid-v4", script, variant, width=32_000):
-            steps = curve.run.info["global_step"] / 1e6
-            cells = [f"`{script}.py`{words}, seed {curve.run.seed}, to {steps:.1f}M"]
-            for end in ((4.5e6, 5e6), (9e6, 10e6)):
-                cells.append(number(curves.at(curve, *end)))
-            rows.append([cells[0], *crossings(curve), *cells[1:], number(final(curve))])
-    rows.append([*ORIGINAL, "4,593 at 5M", "4,609", ""])
-    header = ["", *map(str, CROSSINGS), "4.5 to 5M", "9 to 10M", "mean action"]
+            steps = [crossing(curve, goal) / 1e6 for goal in goals]
+            name = f"`{script}.py`{words}, seed {curve.run.seed}"
+            cells = [f"{name}, to {curve.run.steps[-1] / 1e6:.1f}M"]
+            cells += [f"{step:.2f}M" if step else "not yet" for step in steps]
+            for start, end in ((4.5e6, 5e6), (9e6, 10e6)):
+                inside = (curve.ends > start) & (curve.ends <= end)
+                cells.append(number(curve.returns[inside].mean()))
+            rows.append([*cells, number(curve.run.score("evaluation"))])
+    original = ["original, Humanoid-v2, mean of 3", "2.01M", "2.48M", "2.91M", "3.34M"]
+    rows.append([*original, "4,593 at 5M", "4,609", ""])  # read off a figure
+    header = ["", *map(str, goals), "4.5 to 5M", "9 to 10M", "mean action"]
     return table(" | ".join(header), rows)
-
-
-def cma_runs() -> str:
-    settings = {"default": "", "anneal-lr": " `--anneal-lr`", "repeat2": " `--action-repeat 2`"}
-    rows = []
-    for env_id in curves.CMA:
-        for variant, words in settings.items():
-            found = curves.load(env_id, "ppo_cma", variant)
-            ends = [curves.smooth(c.returns)[-1] for c in found]
-            for c, end in zip(found, ends, strict=True):
-                cells = [env_id + words, c.run.seed, f"{c.run.info['global_step']:,}"]
-                cells += [f"{end:.1f}", f"{c.returns.max():.1f}", played(c.run), commits([c])]
-                rows.append(cells)
-            if len(found) > 1:
-                cells = [env_id + words, f"mean of {len(found)}", "", f"**{np.mean(ends):.1f}**"]
-                middle = np.mean([c.run.evaluation for c in found])
-                rows.append([*cells, "", f"**{middle:.1f}**", ""])
-    header = "environment | seed | steps | training return, last 3 windows | best window "
-    text = table(header + "| mean action, 20 episodes | commit", rows, "---")
-    return re.sub(r"\|  \|$", "| |", text, flags=re.M)
-
-
-def cma_crossings() -> str:
-    rows = [
-        [f"seed {c.run.seed} (to {c.run.info['global_step'] / 1e6:.2f}M)", *crossings(c)]
-        for c in curves.load("Humanoid-v4", "ppo_cma")
-    ]
-    return table(f"| {' | '.join(map(str, CROSSINGS))}", [*rows, ORIGINAL], "---")
 
 
 # --- KL-adaptive PPO ------------------------------------------------------------------------------
 
 
-def at_mark(env_id: str, mark: int) -> tuple[list[float], list[str]]:
-    """Each seed's return at an episode; in words, what was published there, the number of seeds,
-    their median, the best and each."""
-    scores = [curves.at_episode(curve, mark) for curve in curves.by_batch(env_id)]
-    scores = [score for score in scores if score is not None]
-    published = curves.coady(env_id).get(mark)
-    if not scores:
-        return [], []
-    words = [f"{published:,.0f}" if published else "", len(scores), f"**{median(scores):,.0f}**"]
-    return scores, [*words, f"{max(scores):,.0f}", ", ".join(f"{score:,.0f}" for score in scores)]
-
-
-def first_at_950(curve: curves.Curve) -> int | None:
-    above = curve.ends[curve.returns >= 950]
-    return int(above[0]) if len(above) else None
-
-
 def kl_results() -> str:
+    """Of each seed the mean return of the five iterations that end with an episode."""
     marks = [("HalfCheetah-v4", 1000), ("HalfCheetah-v4", 3000), ("Swimmer-v4", 1000)]
     marks += [("Hopper-v4", mark) for mark in (1000, 2000, 3000)] + [("InvertedPendulum-v4", 640)]
     rows = []
     for env_id, mark in marks:
-        published, _, *words = at_mark(env_id, mark)[1]
-        rows.append([f"{env_id}, {mark:,}", published, *words])
-    firsts = list(map(first_at_950, curves.by_batch("InvertedPendulum-v4")))
+        scores = [
+            curves.smooth(curve.returns, 5)[np.searchsorted(curve.ends, mark)]
+            for curve in curves.by_batch(env_id)
+            if curve.ends[-1] >= mark
+        ]
+        score = curves.coady(env_id).get(mark)
+        cells = [f"{env_id}, {mark:,}", f"{score:,.0f}" if score else ""]
+        cells += [f"**{median(scores):,.0f}**", f"{max(scores):,.0f}"]
+        rows.append([*cells, ", ".join(f"{score:,.0f}" for score in scores)])
+    firsts = [crossing(curve, 950) for curve in curves.by_batch("InvertedPendulum-v4")]
     cells = ["InvertedPendulum-v4, first iteration at 950", "710 to 760"]
-    cells += [f"**{median(firsts):,.0f}**", min(firsts), ", ".join(map(str, firsts))]
+    cells += [f"**{median(firsts)}**", min(firsts), ", ".join(map(str, firsts))]
     header = "environment, episodes | published, one run | median of ours | best | each seed"
     return table(header, [*rows, cells])
-
-
-def kl_marks() -> str:
-    rows = []
-    for env_id, marks in curves.MARKS.items():
-        for mark in marks:
-            if words := at_mark(env_id, mark)[1]:
-                rows.append([env_id, f"{mark:,}", *words])
-    header = "environment | episodes | published | seeds | median | best | each seed"
-    return table(header, rows, "---")
-
-
-def kl_runs() -> str:
-    found = {path.parts[-3] for path in RESULTS.glob("*/ppo_kl_adaptive/default-s*.json")}
-    rows = []
-    for env_id in [*curves.MARKS, *sorted(found - curves.MARKS.keys())]:
-        for c in curves.by_batch(env_id):
-            cells = [env_id, c.run.seed, f"{len(c.run.returns):,}", f"{c.run.steps[-1]:,.0f}"]
-            cells += [f"{c.run.score('training'):,.1f}", played(c.run, ",.1f")]
-            solved = f"{first_at_950(c) or 'not yet':,}" if "InvertedPend" in env_id else ""
-            rows.append([*cells, solved, commits([c])])
-    header = "environment | seed | episodes | steps | return, last 100 episodes | mean action, "
-    header += "20 episodes | first iteration at 950 ends with episode | commit"
-    return table(header, rows, "---")
 
 
 # --- Atari ----------------------------------------------------------------------------------------
@@ -362,32 +256,14 @@ def games() -> list[data.Run]:
 def atari_results() -> str:
     rows = []
     for run in games():
-        firsts = [curves.reach(goal, run) for goal in curves.GOALS[run.env_id][:-1]]
         cells = [f"{run.env_id}, seed {run.seed}", f"{run.steps[-1] / 1e6:.2f}M, {run.hours:.1f}"]
         cells += [f"**{run.score(metric):.1f}**" for metric in ("training", "evaluation")]
-        rows.append([*cells, ", ".join(firsts)])
-    header = (
-        "game | steps, hours | training, last 100 games | greedy, 20 games | steps to a mean of"
-    )
-    return table(header, rows)
-
-
-def atari_runs() -> str:
-    rows = []
-    for run in games():
-        cells = [run.env_id, run.seed, run.info["processes"], f"{run.steps[-1]:,.0f}"]
-        cells += [f"{run.hours:.1f}", f"**{run.score('training'):.1f}**", played(run)]
-        rows.append([*cells, run.commit[:7]])
-    header = "game | seed | processes | steps | hours | training | greedy | commit"
-    return table(header, rows, "---")
-
-
-def atari_goals() -> str:
-    rows = [
-        [run.env_id, run.seed, ", ".join(curves.reach(x, run) for x in curves.GOALS[run.env_id])]
-        for run in games()
-    ]
-    return table("game | seed | steps to a mean over 100 games of", rows, "---")
+        for goal in curves.GOALS[run.env_id]:
+            step = stats.first_reach(run.steps, run.returns, goal, least=100) / 1e6
+            cells.append(f"{goal}: {step:.2f}M" if np.isfinite(step) else f"{goal}: not reached")
+        rows.append([*cells[:4], ", ".join(cells[4:])])
+    header = "game | steps, hours | training, last 100 games | greedy, 20 games "
+    return table(header + "| steps to a mean of", rows)
 
 
 # --- speed ----------------------------------------------------------------------------------------
@@ -402,28 +278,23 @@ def rate(mine: speed.Summary) -> str:
     return f"{median(mine.cpu_rates):,.0f}"
 
 
-def spread(mine: speed.Summary, other: speed.Summary) -> str:
-    """The ratio of steps per CPU-second: its median, and the range over rounds."""
-    values = speed.ratios(mine.cpu_rates, other.cpu_rates)
-    if len(values) == 1:
-        return f"**{values[0]:.1f}** (1 round)"
-    return f"**{median(values):.1f}** ({min(values):.1f} to {max(values):.1f})"
-
-
-def ratio(mine: speed.Summary, other: speed.Summary, digits: int = 2) -> str:
+def ratio(mine: speed.Summary | None, other: speed.Summary | None, digits: int = 2) -> str:
+    """The median over rounds of the ratio of steps per CPU-second, if both were measured."""
+    if not mine or not other:
+        return ""
     return f"{median(speed.ratios(mine.cpu_rates, other.cpu_rates)):.{digits}f}"
+
+
+def spread(mine: speed.Summary, other: speed.Summary) -> str:
+    """This ratio, and its range over rounds."""
+    values = speed.ratios(mine.cpu_rates, other.cpu_rates)
+    ends = f"{min(values):.1f} to {max(values):.1f}" if len(values) > 1 else "1 round"
+    return f"**{median(values):.1f}** ({ends})"
 
 
 CHEETAH = "ppo_continuous_action-HalfCheetah-v4"
 HUMANOID = "ppo_continuous_action-Humanoid-v4"
-CLIPPED_SPEED = {
-    "CartPole-v1": "ppo-CartPole-v1",
-    "HalfCheetah-v4": CHEETAH,
-    "HalfCheetah-v4, 8 environments": f"{CHEETAH}-8envs",
-    "Hopper-v4": "ppo_continuous_action-Hopper-v4",
-    "Humanoid-v4": HUMANOID,
-    "Humanoid-v4, 32,000 steps an iteration, 1 epoch": f"{HUMANOID}-32k",
-}
+KL = "ppo_kl_adaptive-HalfCheetah-v4"
 
 
 def clipped_speed() -> str:
@@ -431,12 +302,18 @@ def clipped_speed() -> str:
     header += "random actions | eager, to Stable-Baselines3 "
     header += "| memory: compiled, eager, Stable-Baselines3"
     rows = []
-    for name, file in CLIPPED_SPEED.items():
+    for name, file in {
+        "CartPole-v1": "ppo-CartPole-v1",
+        "HalfCheetah-v4": CHEETAH,
+        "HalfCheetah-v4, 8 environments": f"{CHEETAH}-8envs",
+        "Hopper-v4": "ppo_continuous_action-Hopper-v4",
+        "Humanoid-v4": HUMANOID,
+        "Humanoid-v4, 32,000 steps an iteration, 1 epoch": f"{HUMANOID}-32k",
+    }.items():
         mine, sb3, eager, bare = map(costs(file).get, ("compiled", "sb3", "eager", "bare"))
-        memory = [f"{x.memory:.0f}" if x else "-" for x in (mine, eager, sb3)]
-        cells = [name, rate(mine), spread(mine, sb3), ratio(mine, bare) if bare else ""]
-        cells += [ratio(eager, sb3, 1) if eager else "", ", ".join(memory) + " MB"]
-        rows.append(cells)
+        memory = ", ".join(f"{x.memory:.0f}" if x else "-" for x in (mine, eager, sb3))
+        cells = [name, rate(mine), spread(mine, sb3), ratio(mine, bare), ratio(eager, sb3, 1)]
+        rows.append([*cells, f"{memory} MB"])
     return table(f" {header}", rows)
 
 
@@ -448,7 +325,7 @@ def speeds() -> str:
         ("`ppo_continuous_action.py`, HalfCheetah-v4", CHEETAH, "compiled"),
         ("the same, 8 environments", f"{CHEETAH}-8envs", "compiled"),
         ("the same, Humanoid-v4", HUMANOID, "compiled"),
-        ("`ppo_kl_adaptive.py`, HalfCheetah-v4", "ppo_kl_adaptive-HalfCheetah-v4", "1_environment"),
+        ("`ppo_kl_adaptive.py`, HalfCheetah-v4", KL, "1_environment"),
     ):
         found = costs(file)
         mine = found[name]
@@ -457,27 +334,37 @@ def speeds() -> str:
     return table(header + "| to the bare environment", rows)
 
 
-def growth(name: str, corner: str) -> str:
-    """A table in which one flag varies, its values in the first column."""
-    measured = map(tuple, map(dict.values, data.read_csv(SPEED / f"{CHEETAH}-{name}.csv")))
-    found = {
-        value: speed.summarise([row[1:] for row in rows])
-        for value, rows in groupby(measured, lambda row: row[0])
+def growth(flag: str) -> dict[int, dict[str, speed.Summary]]:
+    """The programs at each value of a flag."""
+    rows = [tuple(row.values()) for row in data.read_csv(SPEED / f"{CHEETAH}-{flag}.csv")]
+    return {
+        value: speed.summarise([row[1:] for row in rows if row[0] == value])
+        for value in dict.fromkeys(row[0] for row in rows)
     }
-    values = [8 * 1024 // value for value in found] if name == "num-minibatches" else found
-    rows = [["", *(rate(one["ppo_continuous_action"]) for one in found.values())]]
-    if all("bare" in one for one in found.values()):
-        pairs = [(one["ppo_continuous_action"], one["bare"]) for one in found.values()]
-        rows.append(["to the bare environment", *(ratio(*pair) for pair in pairs)])
-    return table(" | ".join(map(str, [corner, *values])), rows)
+
+
+def growth_environments() -> str:
+    found = growth("num-envs")
+    mine = [programs["ppo_continuous_action"] for programs in found.values()]
+    bare = map(ratio, mine, (programs["bare"] for programs in found.values()))
+    header = ["environments (256 steps each, 8 minibatches)", *map(str, found)]
+    rows = [["", *map(rate, mine)], ["to the bare environment", *bare]]
+    return table(" | ".join(header), rows)
+
+
+def growth_minibatches() -> str:
+    found = growth("num-minibatches")
+    mine = [programs["ppo_continuous_action"] for programs in found.values()]
+    sizes = (str(8 * 1024 // number) for number in found)
+    header = " | ".join(["samples a minibatch (8 environments of 1024 steps)", *sizes])
+    return table(header, [["", *map(rate, mine)]])
 
 
 def kl_speed() -> str:
-    found = costs("ppo_kl_adaptive-HalfCheetah-v4")
-    rows = []
+    found, rows = costs(KL), []
     for name, more in {"1_environment": "", "5_environments": " --num-envs 5"}.items():
-        mine, sb3, bare = found[name], found["sb3"], found["bare"]
-        rows.append([f"`ppo_kl_adaptive.py{more}`", spread(mine, sb3), ratio(mine, bare)])
+        ratios = spread(found[name], found["sb3"]), ratio(found[name], found["bare"])
+        rows.append([f"`ppo_kl_adaptive.py{more}`", *ratios])
     header = "relative to Stable-Baselines3 2.9's PPO | to the bare environment, random actions"
     return table(f" | {header}", rows)
 
@@ -491,14 +378,13 @@ def atari_speed() -> str:
         "2 processes, 1 thread each, bf16": "2 processes, `--bf16`",
         "EnvPool alone": "EnvPool alone, 1 thread, random actions",
     }.items():
-        own = [row for row in measured if row["what"] == name]
-        rates = (
-            median(row["steps"] / row[clock] for row in own)
-            for clock in ("wall_seconds", "cpu_seconds")
-        )
-        shares = [[row[part] for row in own] for part in ("environments", "inference", "update")]
-        parts = (f"{median(x):.0%}" if None not in x else "" for x in shares)
-        rows.append([words, *(f"{rate:,.0f}" for rate in rates), *parts])
+        own, cells = [row for row in measured if row["what"] == name], [words]
+        for clock in ("wall_seconds", "cpu_seconds"):
+            cells.append(f"{median(row['steps'] / row[clock] for row in own):,.0f}")
+        for part in ("environments", "inference", "update"):
+            shares = [row[part] for row in own]
+            cells.append("" if None in shares else f"{median(shares):.0%}")
+        rows.append(cells)
     header = "steps per second | per CPU-second | environments | inference | update"
     return table(f" | {header}", rows)
 
@@ -506,22 +392,13 @@ def atari_speed() -> str:
 BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
-        scores, speeds, clipped_results, clipped_runs, clipped_elsewhere, head_to_head,
-        ends_of_scales, ablations, cma_results, humanoid, cma_runs, cma_crossings, kl_results,
-        kl_marks, kl_runs, atari_results, atari_runs, atari_goals, clipped_speed, kl_speed,
-        atari_speed,
+        scores, speeds, clipped_results, head_to_head, ablations, cma_results, humanoid,
+        kl_results, atari_results, clipped_speed, growth_environments, growth_minibatches,
+        kl_speed, atari_speed,
     )
 }  # fmt: skip
 BLOCKS |= {
     f"{make.__name__.replace('_', '-')}-{metric}": partial(make, metric)
     for make in (each_environment, all_environments, each_change)
     for metric in report.METRICS
-}
-BLOCKS |= {
-    "growth-environments": partial(
-        growth, "num-envs", "environments (256 steps each, 8 minibatches)"
-    ),
-    "growth-minibatches": partial(
-        growth, "num-minibatches", "samples a minibatch (8 environments of 1024 steps)"
-    ),
 }
