@@ -8,19 +8,16 @@
 Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huang et al. 2022 ("The
 37 implementation details of PPO"), each marked where it is. Every iteration:
 
-    1. take T steps in each of N environments with a ~ pi(a | s), a choice in each of its branches
+    1. take T steps in each of N environments with actions a ~ pi(a | s)
     2. A = GAE(lambda): a time limit bootstraps from the value of the true last observation, a
        termination does not, and the row after an episode's end (autoreset's) is never learned from
     3. for K epochs, for each minibatch, with A normalised in it and r = pi(a | s) / pi_old(a | s):
            minimise  -E[ min(r A, clip(r, 1 - eps, 1 + eps) A) ] + c_v E[ (V - R)^2 ] / 2 - c_e H
 
-    python ppo.py --env-id CartPole-v1                     # train, 500,000 steps
-    python ppo.py --resume runs/RUN                        # go on where it stopped
-    python ppo.py --evaluate runs/RUN --capture-video      # play it greedily
+    python ppo.py --env-id CartPole-v1  # --resume runs/RUN goes on, --evaluate runs/RUN plays
 
 Expect 500 on CartPole-v1 after 100,000 steps, in 15 seconds on one CPU core (README.md: others).
 Flags and tags are CleanRL's, and its defaults `--learning-rate 2.5e-4 --update-epochs 4`.
-Left out on purpose: pixels, recurrence, action masks.
 """
 
 import importlib.util
@@ -31,9 +28,9 @@ import shlex
 import signal
 import sys
 import time
+from collections import namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -135,13 +132,11 @@ def make_env(env_id: str, **options) -> gym.Env:
     except (gym.error.Error, ImportError, NotImplementedError) as error:
         fail(f"--env-id {env_id}: {error} (your own: module:Id; Atari: ppo_atari_multigpu.py)")
     space, actions = env.observation_space, env.action_space
-    pixels = space.dtype == np.uint8 and len(space.shape) > 1
-    discrete = hasattr(actions, "n") or hasattr(actions, "nvec")
-    if pixels or not space.is_np_flattenable or not discrete:
+    vector = space.is_np_flattenable and not (space.dtype == np.uint8 and len(space.shape) > 1)
+    if not vector or not (hasattr(actions, "n") or hasattr(actions, "nvec")):
         hint = "a vector and choices wanted; boxes: ppo_continuous_action.py"
         fail(f"--env-id {env_id}: {space}, {actions}: {hint}; pixels: ppo_atari_multigpu.py")
-    vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
-    return env if vector else gym.wrappers.FlattenObservation(env)
+    return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
 
 
 def episode_seed(*key: int) -> int:
@@ -150,12 +145,9 @@ def episode_seed(*key: int) -> int:
 
 
 class Episodes(gym.Wrapper):
-    """Seeds every episode, starts the next one by itself, and keeps the actions of the running one,
-    so that a resumed run can play it again.
-
+    """Seeds every episode, and keeps the actions of the running one to play it again on resuming.
     Autoreset is "next step": the step that ends an episode returns its true last observation; the
-    next one ignores its action and returns a new episode's first observation with reward 0.
-    """
+    next one ignores its action and returns a new episode's first observation with reward 0."""
 
     def __init__(self, env: gym.Env, args: Args, index: int):
         super().__init__(env)
@@ -174,6 +166,7 @@ class Episodes(gym.Wrapper):
         mask = info.get("action_mask", info.get("legal_action_mask"))
         if "action_mask" in getattr(self.space, "spaces", ()):
             mask = gym.spaces.unflatten(self.space, obs)["action_mask"]
+        obs = np.reshape(obs, self.observation_space.shape)  # longer ones would pass as masks
         parts = (obs,) if mask is None or not self.args.action_masks else (obs, np.hstack(mask))
         return np.concatenate(parts, dtype=np.float32, casting="unsafe")
 
@@ -183,18 +176,11 @@ class Episodes(gym.Wrapper):
             return self.reset()[0], 0.0, False, False, {}
         choice = action.reshape(self.shape) + self.first
         obs, reward, terminated, truncated, info = self.env.step(choice)
-        self.obs, reward = self.with_mask(obs, info), float(np.asarray(reward).item())
+        self.obs, reward = self.with_mask(obs, info), np.asarray(reward).item()
         self.actions.append(action)
         self.rewards.append(reward)
         self.over = bool(terminated or truncated)
-        return self.obs, reward, bool(terminated), bool(truncated), info
-
-    def replay(self, episode: int, actions: torch.Tensor):
-        """Play the actions [t, A] of an episode again."""
-        self.episode = episode - 1
-        self.reset()
-        for action in actions.numpy():
-            self.step(action)
+        return self.obs, reward, terminated, truncated, info
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -209,8 +195,7 @@ def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
 
 
 class Agent(nn.Module):
-    """Policy and value function in environments with the observation_space and action_space of
-    `env`. An action is a choice in each of one or more branches, independent of each other."""
+    """Policy and value function for environments with the spaces of `env`."""
 
     def __init__(self, env, args: Args | None = None):
         super().__init__()
@@ -221,8 +206,7 @@ class Agent(nn.Module):
         self.choices = np.ravel(getattr(space, "nvec", getattr(space, "n", 2))).tolist()
         if isinstance(space, gym.spaces.MultiBinary):
             self.choices = [2] * math.prod(space.shape)
-        # separate networks (detail 13)
-        self.critic = mlp(self.dim, 1, gain=1.0)
+        self.critic = mlp(self.dim, 1, gain=1.0)  # two networks (detail 13)
         self.actor = mlp(self.dim, sum(self.choices), gain=0.01)
         self.rng = np.random.default_rng(args.seed)  # of actions and minibatches
 
@@ -231,8 +215,8 @@ class Agent(nn.Module):
         return self.critic(obs[..., : self.dim]).squeeze(-1)
 
     def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor | None = None):
-        """Action [B, A] (sampled unless given), its log-probability [B], entropy [B] and value [B]
-        at observations [B, D]. Those of its A branches add up (MultiDiscrete detail 1)."""
+        """Action [B, A] (sampled unless given), its log-probability [B], entropy [B] and value [B]:
+        choices in A branches, whose numbers add up (MultiDiscrete detail 1)."""
         scores = self.actor(obs[..., : self.dim])
         if obs.shape[-1] > self.dim:  # behind an observation may be its mask of valid choices
             scores = scores.where(obs[..., self.dim :] > 0, -1e8)
@@ -240,38 +224,34 @@ class Agent(nn.Module):
         if action is None:
             sample = [torch.distributions.Categorical(logits=part).sample() for part in logprobs]
             action = torch.stack(sample, dim=-1)
-        logprob, entropy = 0.0, 0.0
-        for part, choice in zip(logprobs, action.unbind(dim=-1), strict=True):
-            logprob = logprob + part.gather(-1, choice.unsqueeze(-1)).squeeze(-1)
-            entropy = entropy - (part.exp() * part).sum(dim=-1)
+        choices = zip(logprobs, action.split(1, dim=-1), strict=True)
+        logprob = sum(part.gather(-1, choice).squeeze(-1) for part, choice in choices)
+        entropy = sum(-(part.exp() * part).sum(dim=-1) for part in logprobs)
         return action, logprob, entropy, self.get_value(obs)
 
     forward = get_action_and_value
 
     @torch.no_grad()
     def numpy_actor(self):
-        """The policy as it is now, as a function of observations [N, D] and noise. Numpy is several
-        times faster than torch for the few observations of a step."""
+        """`act` by the policy as it is now, in numpy: fast where observations are few."""
         *hidden, weight, bias = (x.clone().cpu().numpy().T for x in self.actor.parameters())
-        ends = np.cumsum(self.choices)[:-1]
+        starts = np.cumsum([0, *self.choices[:-1]])
 
         def act(obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
             x = obs[:, : self.dim]
             for w, b in zip(hidden[::2], hidden[1::2], strict=True):
                 x = np.tanh(x @ w + b)
-            scores = x @ weight + bias
+            x = x @ weight + bias
             if obs.shape[1] > self.dim:
-                scores = np.where(obs[:, self.dim :] > 0, scores, np.float32(-1e8))
-            scores = scores if noise is None else scores + noise
-            if len(ends) == 0:
-                return scores.argmax(axis=-1)[..., None]
-            parts = np.split(scores, ends, axis=-1)
-            return np.stack([part.argmax(axis=-1) for part in parts], axis=-1)
+                x = np.where(obs[:, self.dim :] > 0, x, np.float32(-1e8))
+            x = x if noise is None else x + noise
+            parts = [x[:, i : i + n] for i, n in zip(starts, self.choices, strict=True)]
+            return np.array([part.argmax(axis=-1) for part in parts]).T
 
         return act
 
     def act(self, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
-        """Actions [N, ...] at observations [N, D]: the likeliest or, given `noise(N)`, samples."""
+        """The likeliest actions [N, ...] at observations [N, D] or, given `noise(N)`, samples."""
         choices = self.numpy_actor()(np.asarray(obs, np.float32), noise)
         return choices.reshape(-1, *self.action_shape) + self.first
 
@@ -282,28 +262,18 @@ class Agent(nn.Module):
 
 # --- algorithm ------------------------------------------------------------------------------------
 def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float) -> np.ndarray:
-    """Generalized advantage estimate (Schulman et al. 2016, eq. 16), numpy arrays over time.
-
-    rewards, terminated, truncated [T, ...]; values [T + 1, ...]; advantages [T, ...].
-    """
-    deltas = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
+    """Generalized advantage estimate (Schulman et al. 2016, eq. 16), numpy arrays over time:
+    rewards, terminated, truncated and the result [T, ...], values [T + 1, ...]."""
+    advantages = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
     ended = np.logical_or(terminated, truncated)
-    advantages = np.zeros_like(deltas)
-    advantage = np.zeros_like(deltas[0])
-    for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + np.where(ended[t], 0.0, gamma * gae_lambda * advantage)
-        advantages[t] = advantage
+    for t in reversed(range(len(advantages) - 1)):
+        advantages[t] += np.where(ended[t], 0.0, gamma * gae_lambda * advantages[t + 1])
     return advantages
 
 
-class Rollout(NamedTuple):
-    obs: np.ndarray  # [T + 1, N, D], raw
-    actions: np.ndarray  # [T, N, A]
-    rewards: np.ndarray  # [T, N]
-    terminated: np.ndarray  # [T, N]
-    truncated: np.ndarray  # [T, N]
-    valid: np.ndarray  # [T, N], False in the row after an episode's end: there its action was
-    # ignored and the reward is none, but its observation is the episode's true last one
+# obs [T + 1, N, D] raw, actions [T, N, A], the rest [T, N]; valid is False in the row after an
+# episode's end: its action was ignored, its reward is none, its obs is the true last one
+Rollout = namedtuple("Rollout", "obs actions rewards terminated truncated valid")
 
 
 def ppo_loss(agent, args, obs, actions, old_logprobs, advantages, returns, old_values):
@@ -334,8 +304,7 @@ def ppo_loss(agent, args, obs, actions, old_logprobs, advantages, returns, old_v
 
 
 def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
-    """Adam's state for all parameters as one vector [P]. The agent's become views of it: one tensor
-    to clip and step, not many."""
+    """Adam's state for all parameters as one vector [P], of which the agent's become views."""
     vector = nn.utils.parameters_to_vector(agent.parameters()).detach()
     nn.utils.vector_to_parameters(vector, agent.parameters())
     state = {name: torch.zeros_like(vector) for name in ("exp_avg", "exp_avg_sq")}
@@ -344,9 +313,16 @@ def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
 
 def minibatch_step(agent: Agent, adam: dict, batch: tuple, rows, learning_rate, args: Args):
     """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; the metrics."""
-    loss, metrics = ppo_loss(agent, args, *[x[rows] for x in batch])
-    grads = torch.autograd.grad(loss, list(agent.parameters()))
-    grad = torch.cat([each.flatten() for each in grads])
+    vector = adam["parameters"].detach().requires_grad_()
+    parts = vector.split([p.numel() for p in agent.parameters()])
+    named = zip(agent.named_parameters(), parts, strict=True)
+    views = {name: part.view_as(p) for (name, p), part in named}
+
+    def policy(*given):
+        return torch.func.functional_call(agent, views, given)
+
+    loss, metrics = ppo_loss(policy, args, *[x[rows] for x in batch])
+    (grad,) = torch.autograd.grad(loss, vector)
     with torch.no_grad():
         norm = grad.norm()  # over all parameters (detail 11)
         grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -363,13 +339,10 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
     """One iteration of learning from a rollout; returns the metrics, averaged over minibatches."""
     device = agent.adam["parameters"].device
     obs, actions = (torch.as_tensor(x, device=device) for x in (data.obs, data.actions))
-    with torch.no_grad():
-        values = agent.get_value(obs)  # [T + 1, N]
-        _, logprobs, _, _ = agent(obs[:-1], actions)
+    values, logprobs = agent.get_value(obs).detach(), agent(obs[:-1], actions)[1].detach()
     numbers = data.rewards, values.cpu().double().numpy(), data.terminated, data.truncated
     advantages = torch.tensor(gae(*numbers, args.gamma, args.gae_lambda)).to(values)  # detail 5
-    obs, values, returns = obs[:-1], values[:-1], advantages + values[:-1]
-    fields = obs, actions, logprobs, advantages, returns, values
+    fields = obs[:-1], actions, logprobs, advantages, advantages + values[:-1], values[:-1]
     batch = [x.flatten(0, 1) for x in fields]  # [B, ...], B = T * N
 
     rows, steps = np.flatnonzero(data.valid), []  # what is learned from; metrics of each step
@@ -384,17 +357,15 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
     means = torch.stack(steps).mean(dim=0).tolist()
-    residual, returns = (returns - values)[data.valid], returns[data.valid]
-    unexplained = residual.var(correction=0) / returns.var(correction=0).clamp(min=1e-12)
+    advantages, returns = batch[3][rows], batch[4][rows]  # R - V and R
+    unexplained = advantages.var() / returns.var().clamp(min=1e-12)
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
-    metrics["losses/explained_variance"] = 1.0 - unexplained.item()
-    return metrics
+    return metrics | {"losses/explained_variance": 1.0 - unexplained.item()}
 
 
 # --- rollout --------------------------------------------------------------------------------------
 def rollout(agent: Agent, envs: list[Episodes], run: "Run", args: Args) -> Rollout:
-    """Take `num_steps` steps in every environment, going on where the last rollout stopped
-    (detail 1)."""
+    """Take `num_steps` steps in every environment, from where the last ones stopped (detail 1)."""
     T, N = args.num_steps, args.num_envs
     obs, actions = np.zeros((T + 1, N, *envs[0].obs.shape), np.float32), []
     rewards, (terminated, truncated, valid) = np.zeros((T, N)), np.zeros((3, T, N), bool)
@@ -420,10 +391,7 @@ class Run:
         self.folder = args.resume or args.run_dir or Path("runs") / name
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {self.folder} goes on with it")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            fail(f"{self.folder}: {error.strerror}")
+        self.folder.mkdir(parents=True, exist_ok=True)
         if args.track:
             import wandb  # before the writer, which it follows
 
@@ -441,37 +409,28 @@ class Run:
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
-    def seconds(self) -> float:
-        return time.monotonic() - self.start
-
     def log_episode(self, step: int, episodic_return: float, length: int):
-        self.csv.write(f"{step},{self.seconds():.2f},{episodic_return},{length}\n")
+        self.csv.write(f"{step},{time.monotonic() - self.start:.2f},{episodic_return},{length}\n")
         self.writer.add_scalar("charts/episodic_return", episodic_return, step)
         self.writer.add_scalar("charts/episodic_length", length, step)
         self.bar.write(f"global_step={step}, episodic_return={episodic_return:.4f}")
 
     def log(self, metrics: dict[str, float]):
-        """Log an iteration."""
         self.iteration += 1
         self.bar.update(self.global_step - self.bar.n)
-        metrics["charts/SPS"] = int(self.global_step / self.seconds())
+        metrics["charts/SPS"] = int(self.global_step / (time.monotonic() - self.start))
         for tag, value in metrics.items():
             self.writer.add_scalar(tag, value, self.global_step)
 
-    def write_json(self, status: str, final_return: float | None = None):
+    def write_json(self, status: str) -> float | None:
+        """Write run.json; returns the mean return of the last 100 training episodes."""
+        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
+        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
         versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
         content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
         content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
-        content |= {"wall_seconds": round(self.seconds(), 2), "final_return": final_return}
+        content |= {"wall_seconds": round(time.monotonic() - self.start, 2), "final_return": final}
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
-
-    def close(self, status: str) -> float | None:
-        """Close the logs; the mean return of the last 100 training episodes."""
-        for log in (self.bar, self.writer, self.csv):
-            log.close()
-        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
-        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
-        self.write_json(status, final)
         return final
 
 
@@ -481,7 +440,8 @@ def save(run: Run, agent: Agent, envs: list[Episodes]):
     content = {"args": vars(run.args), "agent": agent.state_dict(), "adam": agent.adam}
     content |= {"rng": agent.rng.bit_generator.state, "episodes": [env.episode for env in envs]}
     content["actions"] = [torch.tensor(np.array(env.actions)) for env in envs]
-    content["counters"] = run.global_step, run.iteration, run.seconds(), run.csv.tell()
+    seconds = time.monotonic() - run.start
+    content["counters"] = run.global_step, run.iteration, seconds, run.csv.tell()
     torch.save(content, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
@@ -498,8 +458,7 @@ def load_checkpoint(folder: Path) -> dict:
 
 
 def load(folder: Path, env=None) -> tuple[Agent, Args]:
-    """The agent saved in a run's folder, and the run's arguments. `env` is what it shall act in; by
-    default one of the run's id, which is looked up without its module."""
+    """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
     checkpoint = load_checkpoint(folder)
     args = checkpoint["args"]
     agent = Agent(env or make_env(args.env_id), args)
@@ -511,8 +470,7 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play `eval_episodes` greedily with the agent saved in `args.evaluate`; print each return and,
-    with `capture_video`, record them into its videos/. Writes nothing else."""
+    """Play the run in `args.evaluate` greedily; `capture_video` records it into its videos/."""
     if args.capture_video and sys.platform == "linux":
         os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
     env = make_env(args.env_id, **{"render_mode": "rgb_array"} if args.capture_video else {})
@@ -566,14 +524,15 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
     agent = load(args.resume, envs[0])[0] if args.resume else Agent(envs[0], args)
     agent.adam = flat_adam(agent.to(device))
-    for env in envs:
-        env.reset()
     if args.resume:
         for name, value in agent.adam.items():
             value.copy_(checkpoint["adam"][name])
         agent.rng.bit_generator.state = checkpoint["rng"]
-        for env, *running in zip(envs, checkpoint["episodes"], checkpoint["actions"], strict=True):
-            env.replay(*running)
+    for i, env in enumerate(envs):  # on resuming, the running episodes are played again
+        env.episode += checkpoint["episodes"][i] if args.resume else 0
+        env.reset()
+        for action in checkpoint["actions"][i].numpy() if args.resume else ():
+            env.step(action)
     step = compile_step(agent, args)
     run = Run(args, checkpoint)
     run.bar.write(f"{args.env_id} on {device}, {args.num_iterations} iterations, in {run.folder}")
@@ -589,9 +548,8 @@ def train(args: Args) -> Path:
     try:
         save(run, agent, envs)
         while run.iteration < args.num_iterations and not stop:
-            # learning-rate annealing (detail 4)
             remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
-            learning_rate = remaining * args.learning_rate
+            learning_rate = remaining * args.learning_rate  # annealed (detail 4)
             data = rollout(agent, envs, run, args)
             metrics = update(agent, data, learning_rate, args, step)
             checked = {"observations": data.obs, "rewards": data.rewards} | metrics
@@ -604,7 +562,9 @@ def train(args: Args) -> Path:
         save(run, agent, envs)
         status = "running" if run.iteration < args.num_iterations else "finished"
     finally:
-        final = run.close(status)
+        for log in (run.bar, run.writer, run.csv):
+            log.close()
+        final = run.write_json(status)
         for number, old in before.items():
             signal.signal(number, old)
     script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))

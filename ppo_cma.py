@@ -139,8 +139,7 @@ def make_env(env_id: str, **options) -> gym.Env:
     if pixels or not space.is_np_flattenable or not flat:
         hint = "a vector and a flat, finite Box wanted; choices: ppo.py"
         fail(f"--env-id {env_id}: {space}, {actions}: {hint}; pixels: ppo_atari_multigpu.py")
-    vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
-    return env if vector else gym.wrappers.FlattenObservation(env)
+    return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
 
 
 def episode_seed(*key: int) -> int:
@@ -315,17 +314,12 @@ class Agent(nn.Module):
 
 # --- algorithm ------------------------------------------------------------------------------------
 def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float) -> np.ndarray:
-    """Generalized advantage estimate (Schulman et al. 2016, eq. 16), numpy arrays over time.
-
-    rewards, terminated, truncated [T, ...]; values [T + 1, ...]; advantages [T, ...].
-    """
-    deltas = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
+    """Generalized advantage estimate (Schulman et al. 2016, eq. 16), numpy arrays over time:
+    rewards, terminated, truncated and the result [T, ...], values [T + 1, ...]."""
+    advantages = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
     ended = np.logical_or(terminated, truncated)
-    advantages = np.zeros_like(deltas)
-    advantage = np.zeros_like(deltas[0])
-    for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + np.where(ended[t], 0.0, gamma * gae_lambda * advantage)
-        advantages[t] = advantage
+    for t in reversed(range(len(advantages) - 1)):
+        advantages[t] += np.where(ended[t], 0.0, gamma * gae_lambda * advantages[t + 1])
     return advantages
 
 
@@ -501,10 +495,7 @@ class Run:
         self.folder = args.resume or args.run_dir or Path("runs") / name
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {self.folder} goes on with it")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            fail(f"{self.folder}: {error.strerror}")
+        self.folder.mkdir(parents=True, exist_ok=True)
         if args.track:
             import wandb  # before the writer, which it follows
 
@@ -522,37 +513,28 @@ class Run:
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
-    def seconds(self) -> float:
-        return time.monotonic() - self.start
-
     def log_episode(self, step: int, episodic_return: float, length: int):
-        self.csv.write(f"{step},{self.seconds():.2f},{episodic_return},{length}\n")
+        self.csv.write(f"{step},{time.monotonic() - self.start:.2f},{episodic_return},{length}\n")
         self.writer.add_scalar("charts/episodic_return", episodic_return, step)
         self.writer.add_scalar("charts/episodic_length", length, step)
         self.bar.write(f"global_step={step}, episodic_return={episodic_return:.4f}")
 
     def log(self, metrics: dict[str, float]):
-        """Log an iteration."""
         self.iteration += 1
         self.bar.update(self.global_step - self.bar.n)
-        metrics["charts/SPS"] = int(self.global_step / self.seconds())
+        metrics["charts/SPS"] = int(self.global_step / (time.monotonic() - self.start))
         for tag, value in metrics.items():
             self.writer.add_scalar(tag, value, self.global_step)
 
-    def write_json(self, status: str, final_return: float | None = None):
+    def write_json(self, status: str) -> float | None:
+        """Write run.json; returns the mean return of the last 100 training episodes."""
+        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
+        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
         versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
         content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
         content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
-        content |= {"wall_seconds": round(self.seconds(), 2), "final_return": final_return}
+        content |= {"wall_seconds": round(time.monotonic() - self.start, 2), "final_return": final}
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
-
-    def close(self, status: str) -> float | None:
-        """Close the logs; the mean return of the last 100 training episodes."""
-        for log in (self.bar, self.writer, self.csv):
-            log.close()
-        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
-        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
-        self.write_json(status, final)
         return final
 
 
@@ -560,7 +542,8 @@ def save(run: Run, agent: Agent, envs: list[Episodes]):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
     content = {"args": vars(run.args), "episodes": [env.episode for env in envs]}  # none is running
-    content["counters"] = run.global_step, run.iteration, run.seconds(), run.csv.tell()
+    seconds = time.monotonic() - run.start
+    content["counters"] = run.global_step, run.iteration, seconds, run.csv.tell()
     torch.save(content | agent.training_state(), run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
@@ -577,8 +560,7 @@ def load_checkpoint(folder: Path) -> dict:
 
 
 def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]:
-    """The agent saved in a run's folder, and the run's arguments. `env` is what it shall act in; by
-    default one of the run's id, which is looked up without its module."""
+    """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
     checkpoint = load_checkpoint(folder)
     args = args or checkpoint["args"]
     agent = Agent(env or make_env(args.env_id), args, pretrain=False)
@@ -590,8 +572,7 @@ def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play `eval_episodes` greedily with the agent saved in `args.evaluate`; print each return and,
-    with `capture_video`, record them into its videos/. Writes nothing else."""
+    """Play the run in `args.evaluate` greedily; `capture_video` records it into its videos/."""
     if args.capture_video and sys.platform == "linux":
         os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
     env = make_env(args.env_id, **{"render_mode": "rgb_array"} if args.capture_video else {})
@@ -657,7 +638,9 @@ def train(args: Args) -> Path:
         save(run, agent, envs)
         status = "running" if run.global_step < args.total_timesteps else "finished"
     finally:
-        final = run.close(status)
+        for log in (run.bar, run.writer, run.csv):
+            log.close()
+        final = run.write_json(status)
         for number, old in before.items():
             signal.signal(number, old)
     script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))

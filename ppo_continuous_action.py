@@ -8,19 +8,16 @@
 Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huang et al. 2022 ("The
 37 implementation details of PPO"), each marked where it is. Every iteration:
 
-    1. take T steps in each of N environments with a ~ N(mu(s), sigma^2)
+    1. take T steps in each of N environments with actions a ~ pi(a | s)
     2. A = GAE(lambda): a time limit bootstraps from the value of the true last observation, a
        termination does not, and the row after an episode's end (autoreset's) is never learned from
     3. for K epochs, for each minibatch, with A normalised in it and r = pi(a | s) / pi_old(a | s):
            minimise  -E[ min(r A, clip(r, 1 - eps, 1 + eps) A) ] + c_v E[ (V - R)^2 ] / 2 - c_e H
 
-    python ppo_continuous_action.py --env-id HalfCheetah-v4               # train, 1M steps
-    python ppo_continuous_action.py --resume runs/RUN                     # go on where it stopped
-    python ppo_continuous_action.py --evaluate runs/RUN --capture-video   # play it greedily
+    python ppo_continuous_action.py  # --resume runs/RUN goes on, --evaluate runs/RUN plays
 
 Expect 5,900 on HalfCheetah-v4 after 1M steps, in three minutes on one CPU core (README.md: others).
 Flags and tags are CleanRL's, and its defaults `--log-std-init 0 --no-scale-actions --clip-vloss`.
-Left out on purpose: pixels, recurrence, squashed actions, state-dependent deviations.
 """
 
 import importlib.util
@@ -31,9 +28,9 @@ import shlex
 import signal
 import sys
 import time
+from collections import namedtuple
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -138,13 +135,11 @@ def make_env(env_id: str, **options) -> gym.Env:
     except (gym.error.Error, ImportError, NotImplementedError) as error:
         fail(f"--env-id {env_id}: {error} (your own: module:Id; Atari: ppo_atari_multigpu.py)")
     space, actions = env.observation_space, env.action_space
-    pixels = space.dtype == np.uint8 and len(space.shape) > 1
-    flat = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1
-    if pixels or not space.is_np_flattenable or not flat:
+    vector = space.is_np_flattenable and not (space.dtype == np.uint8 and len(space.shape) > 1)
+    if not vector or not isinstance(actions, gym.spaces.Box) or len(actions.shape) != 1:
         hint = "a vector and a flat Box wanted; choices: ppo.py"
         fail(f"--env-id {env_id}: {space}, {actions}: {hint}; pixels: ppo_atari_multigpu.py")
-    vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
-    return env if vector else gym.wrappers.FlattenObservation(env)
+    return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
 
 
 def episode_seed(*key: int) -> int:
@@ -153,20 +148,17 @@ def episode_seed(*key: int) -> int:
 
 
 class Episodes(gym.Wrapper):
-    """Seeds every episode, starts the next one by itself, and keeps the actions of the running one,
-    so that a resumed run can play it again.
-
+    """Seeds every episode, and keeps the actions of the running one to play it again on resuming.
     Autoreset is "next step": the step that ends an episode returns its true last observation; the
-    next one ignores its action and returns a new episode's first observation with reward 0.
-    """
+    next one ignores its action and returns a new episode's first observation with reward 0."""
 
     def __init__(self, env: gym.Env, args: Args, index: int):
         super().__init__(env)
         self.args, self.index, self.episode = args, index, -1
 
     def reset(self, **kwargs):
-        self.episode, self.over, self.discounted = self.episode + 1, False, 0.0
-        self.actions, self.rewards = [], []
+        self.episode, self.over, self.actions, self.rewards = self.episode + 1, False, [], []
+        self.discounted = 0.0
         obs, info = self.env.reset(seed=episode_seed(self.args.seed, self.index, self.episode))
         self.obs = np.array(obs, np.float32)
         return self.obs, info
@@ -177,19 +169,12 @@ class Episodes(gym.Wrapper):
             return self.reset()[0], 0.0, False, False, {}
         clipped = np.minimum(np.maximum(action, self.action_space.low), self.action_space.high)
         obs, reward, terminated, truncated, info = self.env.step(clipped)
-        self.obs, reward = np.array(obs, np.float32), float(np.asarray(reward).item())
+        self.obs, reward = np.array(obs, np.float32), np.asarray(reward).item()
         self.actions.append(action)
         self.rewards.append(reward)
         self.discounted = self.args.gamma * self.discounted + reward  # return so far, seen from now
         self.over = bool(terminated or truncated)
-        return self.obs, reward, bool(terminated), bool(truncated), info
-
-    def replay(self, episode: int, actions: torch.Tensor):
-        """Play the actions [t, A] of an episode again."""
-        self.episode = episode - 1
-        self.reset()
-        for action in actions.numpy():
-            self.step(action)
+        return self.obs, reward, terminated, truncated, info
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -224,39 +209,36 @@ def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
 
 
 class Agent(nn.Module):
-    """Policy, value function and both normalisers: all that is needed to act in environments with
-    the observation_space and action_space of `env`."""
+    """Policy and value function for environments with the spaces of `env`."""
 
     def __init__(self, env, args: Args | None = None):
         super().__init__()
-        args, box = args or Args(), env.action_space
-        (dim,), (actions,) = env.observation_space.shape, box.shape
-        # separate networks (detail 13, continuous detail 4)
-        self.critic = mlp(dim, 1, gain=1.0)
-        self.actor_mean = mlp(dim, actions, gain=0.01)
+        args, space = args or Args(), env.action_space
+        (self.dim,) = env.observation_space.shape
+        self.critic = mlp(self.dim, 1, gain=1.0)  # two networks (detail 13, continuous detail 4)
+        self.actor_mean = mlp(self.dim, *space.shape, gain=0.01)
         # a deviation for each dimension, the same in every state (continuous detail 2)
-        self.actor_logstd = nn.Parameter(torch.full((actions,), args.log_std_init))
-        low, high = torch.tensor(box.low).float(), torch.tensor(box.high).float()
+        self.actor_logstd = nn.Parameter(torch.full(space.shape, args.log_std_init))
+        low, high = torch.tensor(space.low).float(), torch.tensor(space.high).float()
         if not (args.scale_actions and (high - low).isfinite().all()):
-            low, high = -torch.ones(actions), torch.ones(actions)
+            low, high = -torch.ones(space.shape), torch.ones(space.shape)
         self.register_buffer("origin", (low + high) / 2)
         self.register_buffer("unit", torch.where(high > low, (high - low) / 2, 1.0))
-        self.obs_moments, self.return_moments = RunningMoments((dim,)), RunningMoments()
+        self.obs_moments, self.return_moments = RunningMoments((self.dim,)), RunningMoments()
         self.rng = np.random.default_rng(args.seed)  # of actions and minibatches
 
     def normalize(self, obs: torch.Tensor) -> torch.Tensor:
-        """Raw observations [..., D] less their mean, over their deviation, clipped to +-10
-        (continuous details 6, 7)."""
+        """Observations [..., D] standardized and clipped to +-10 (continuous details 6, 7)."""
         scale = (self.obs_moments.var + 1e-8).rsqrt().float()
         return ((obs.float() - self.obs_moments.mean.float()) * scale).clamp(-10.0, 10.0)
 
     def get_value(self, obs: torch.Tensor) -> torch.Tensor:
-        """V [...] at raw observations [..., D]."""
+        """V [...] at observations [..., D]."""
         return self.critic(self.normalize(obs)).squeeze(-1)
 
     def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor | None = None):
-        """Action [B, A] (sampled unless given), its log-density [B], entropy [B] and value [B] at
-        raw observations [B, D]. Its components are independent (continuous details 1, 3)."""
+        """Action [B, A] (sampled unless given), its log-probability [B], entropy [B] and value [B]:
+        independent components, whose numbers add up (continuous details 1, 3)."""
         features = self.normalize(obs)
         mean, logstd = self.actor_mean(features), self.actor_logstd
         if action is None:
@@ -271,30 +253,24 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def numpy_actor(self):
-        """The policy as it is now, as a function of raw observations [N, D] and noise [N, A]. Numpy
-        is several times faster than torch for the few observations of a step."""
+        """`act` by the policy as it is now, in numpy: fast where observations are few."""
         moments, unit = self.obs_moments, self.unit
         *hidden, weight, bias = self.actor_mean.parameters()
-        tensors = [
-            moments.mean.float(),
-            (moments.var + 1e-8).rsqrt().float(),
-            weight * unit[:, None],
-        ]
-        tensors += [bias * unit + self.origin, self.actor_logstd.exp() * unit, *hidden]
-        shift, scale, weight, bias, std, *hidden = (x.clone().cpu().numpy().T for x in tensors)
+        last = weight * unit[:, None], bias * unit + self.origin, self.actor_logstd.exp() * unit
+        tensors = moments.mean.float(), (moments.var + 1e-8).rsqrt().float(), *hidden, *last
+        shift, scale, *hidden, weight, bias, std = (x.clone().cpu().numpy().T for x in tensors)
 
         def act(obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
             x = np.minimum(np.maximum((obs - shift) * scale, -10.0), 10.0)
             for w, b in zip(hidden[::2], hidden[1::2], strict=True):
                 x = np.tanh(x @ w + b)
-            mean = x @ weight + bias
-            return mean if noise is None else mean + std * noise
+            x = x @ weight + bias
+            return x if noise is None else x + std * noise
 
         return act
 
     def act(self, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
-        """Actions [N, A] at raw observations [N, D]: the means or, given `noise(N)`, samples. They
-        may lie beyond the box: clip them for the environment."""
+        """Mean actions [N, A] at observations [N, D] or, given `noise(N)`, samples; not clipped."""
         return self.numpy_actor()(np.asarray(obs, np.float32), noise)
 
     def noise(self, *shape: int) -> np.ndarray:
@@ -304,28 +280,18 @@ class Agent(nn.Module):
 
 # --- algorithm ------------------------------------------------------------------------------------
 def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float) -> np.ndarray:
-    """Generalized advantage estimate (Schulman et al. 2016, eq. 16), numpy arrays over time.
-
-    rewards, terminated, truncated [T, ...]; values [T + 1, ...]; advantages [T, ...].
-    """
-    deltas = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
+    """Generalized advantage estimate (Schulman et al. 2016, eq. 16), numpy arrays over time:
+    rewards, terminated, truncated and the result [T, ...], values [T + 1, ...]."""
+    advantages = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
     ended = np.logical_or(terminated, truncated)
-    advantages = np.zeros_like(deltas)
-    advantage = np.zeros_like(deltas[0])
-    for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + np.where(ended[t], 0.0, gamma * gae_lambda * advantage)
-        advantages[t] = advantage
+    for t in reversed(range(len(advantages) - 1)):
+        advantages[t] += np.where(ended[t], 0.0, gamma * gae_lambda * advantages[t + 1])
     return advantages
 
 
-class Rollout(NamedTuple):
-    obs: np.ndarray  # [T + 1, N, D], raw
-    actions: np.ndarray  # [T, N, A]
-    rewards: np.ndarray  # [T, N]
-    terminated: np.ndarray  # [T, N]
-    truncated: np.ndarray  # [T, N]
-    valid: np.ndarray  # [T, N], False in the row after an episode's end: there its action was
-    # ignored and the reward is none, but its observation is the episode's true last one
+# obs [T + 1, N, D] raw, actions [T, N, A], the rest [T, N]; valid is False in the row after an
+# episode's end: its action was ignored, its reward is none, its obs is the true last one
+Rollout = namedtuple("Rollout", "obs actions rewards terminated truncated valid")
 
 
 def ppo_loss(agent, args, obs, actions, old_logprobs, advantages, returns, old_values, noise=0.0):
@@ -359,8 +325,7 @@ def ppo_loss(agent, args, obs, actions, old_logprobs, advantages, returns, old_v
 
 
 def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
-    """Adam's state for all parameters as one vector [P]. The agent's become views of it: one tensor
-    to clip and step, not many."""
+    """Adam's state for all parameters as one vector [P], of which the agent's become views."""
     vector = nn.utils.parameters_to_vector(agent.parameters()).detach()
     nn.utils.vector_to_parameters(vector, agent.parameters())
     state = {name: torch.zeros_like(vector) for name in ("exp_avg", "exp_avg_sq")}
@@ -369,9 +334,16 @@ def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
 
 def minibatch_step(agent: Agent, adam: dict, batch: tuple, rows, learning_rate, args: Args):
     """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; the metrics."""
-    loss, metrics = ppo_loss(agent, args, *[x[rows] for x in batch])
-    grads = torch.autograd.grad(loss, list(agent.parameters()))
-    grad = torch.cat([each.flatten() for each in grads])
+    vector = adam["parameters"].detach().requires_grad_()
+    parts = vector.split([p.numel() for p in agent.parameters()])
+    named = zip(agent.named_parameters(), parts, strict=True)
+    views = {name: part.view_as(p) for (name, p), part in named}
+
+    def policy(*given):
+        return torch.func.functional_call(agent, views, given)
+
+    loss, metrics = ppo_loss(policy, args, *[x[rows] for x in batch])
+    (grad,) = torch.autograd.grad(loss, vector)
     with torch.no_grad():
         norm = grad.norm()  # over all parameters (detail 11)
         grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -386,29 +358,23 @@ def minibatch_step(agent: Agent, adam: dict, batch: tuple, rows, learning_rate, 
 
 def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=minibatch_step):
     """One iteration of learning from a rollout; returns the metrics, averaged over minibatches."""
-    # Observations are scaled for learning as they were for acting; only the first time there is
-    # no scale yet, and a policy that hardly depends on them.
     first, seen = agent.obs_moments.count == 0, data.obs[:-1][data.valid]
-    if first:
+    if first:  # later observations are scaled for learning as they were for acting
         agent.obs_moments.update(seen)
     device = agent.adam["parameters"].device
     obs, actions = (torch.as_tensor(x, device=device) for x in (data.obs, data.actions))
-    with torch.no_grad():
-        values = agent.get_value(obs)  # [T + 1, N]
-        _, logprobs, _, _ = agent(obs[:-1], actions)
+    values, logprobs = agent.get_value(obs).detach(), agent(obs[:-1], actions)[1].detach()
     numbers = data.rewards, values.cpu().double().numpy(), data.terminated, data.truncated
     advantages = torch.tensor(gae(*numbers, args.gamma, args.gae_lambda)).to(values)  # detail 5
-    obs, values, returns = obs[:-1], values[:-1], advantages + values[:-1]
-    fields = obs, actions, logprobs, advantages, returns, values
+    fields = obs[:-1], actions, logprobs, advantages, advantages + values[:-1], values[:-1]
     batch = [x.flatten(0, 1) for x in fields]  # [B, ...], B = T * N
 
     rows, steps = np.flatnonzero(data.valid), []  # what is learned from; metrics of each step
     learning_rate = torch.tensor(learning_rate, device=device)
     for _ in range(args.update_epochs):
         order = torch.as_tensor(agent.rng.permutation(rows), device=device)
-        if (
-            args.rpo_alpha
-        ):  # Rahman & Xue 2023, algorithm 1: to shift an action is to shift its mean
+        # Rahman & Xue 2023, algorithm 1: to shift an action is to shift its mean
+        if args.rpo_alpha:
             noise = agent.rng.uniform(-args.rpo_alpha, args.rpo_alpha, batch[1].shape)
             batch[6:] = [torch.as_tensor(noise).to(actions) * agent.unit]
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
@@ -421,22 +387,20 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
     if not first:
         agent.obs_moments.update(seen)
     means = torch.stack(steps).mean(dim=0).tolist()
-    residual, returns = (returns - values)[data.valid], returns[data.valid]
-    unexplained = residual.var(correction=0) / returns.var(correction=0).clamp(min=1e-12)
+    advantages, returns = batch[3][rows], batch[4][rows]  # R - V and R
+    unexplained = advantages.var() / returns.var().clamp(min=1e-12)
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
-    metrics["losses/explained_variance"] = 1.0 - unexplained.item()
     metrics["charts/policy_std"] = (agent.actor_logstd.exp() * agent.unit).mean().item()
-    return metrics
+    return metrics | {"losses/explained_variance": 1.0 - unexplained.item()}
 
 
 # --- rollout --------------------------------------------------------------------------------------
 def rollout(agent: Agent, envs: list[Episodes], run: "Run", args: Args) -> Rollout:
-    """Take `num_steps` steps in every environment, going on where the last rollout stopped
-    (detail 1)."""
+    """Take `num_steps` steps in every environment, from where the last ones stopped (detail 1)."""
     T, N = args.num_steps, args.num_envs
     obs, actions = np.zeros((T + 1, N, *envs[0].obs.shape), np.float32), []
-    rewards, discounted = np.zeros((2, T, N))
-    terminated, truncated, valid = np.zeros((3, T, N), bool)
+    rewards, (terminated, truncated, valid) = np.zeros((T, N)), np.zeros((3, T, N), bool)
+    discounted = np.zeros((T, N))
     obs[0], noise, act = [env.obs for env in envs], agent.noise(T, N), agent.numpy_actor()
     for t in range(T):
         valid[t] = [not env.over for env in envs]
@@ -463,10 +427,7 @@ class Run:
         self.folder = args.resume or args.run_dir or Path("runs") / name
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {self.folder} goes on with it")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            fail(f"{self.folder}: {error.strerror}")
+        self.folder.mkdir(parents=True, exist_ok=True)
         if args.track:
             import wandb  # before the writer, which it follows
 
@@ -484,37 +445,28 @@ class Run:
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
-    def seconds(self) -> float:
-        return time.monotonic() - self.start
-
     def log_episode(self, step: int, episodic_return: float, length: int):
-        self.csv.write(f"{step},{self.seconds():.2f},{episodic_return},{length}\n")
+        self.csv.write(f"{step},{time.monotonic() - self.start:.2f},{episodic_return},{length}\n")
         self.writer.add_scalar("charts/episodic_return", episodic_return, step)
         self.writer.add_scalar("charts/episodic_length", length, step)
         self.bar.write(f"global_step={step}, episodic_return={episodic_return:.4f}")
 
     def log(self, metrics: dict[str, float]):
-        """Log an iteration."""
         self.iteration += 1
         self.bar.update(self.global_step - self.bar.n)
-        metrics["charts/SPS"] = int(self.global_step / self.seconds())
+        metrics["charts/SPS"] = int(self.global_step / (time.monotonic() - self.start))
         for tag, value in metrics.items():
             self.writer.add_scalar(tag, value, self.global_step)
 
-    def write_json(self, status: str, final_return: float | None = None):
+    def write_json(self, status: str) -> float | None:
+        """Write run.json; returns the mean return of the last 100 training episodes."""
+        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
+        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
         versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
         content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
         content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
-        content |= {"wall_seconds": round(self.seconds(), 2), "final_return": final_return}
+        content |= {"wall_seconds": round(time.monotonic() - self.start, 2), "final_return": final}
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
-
-    def close(self, status: str) -> float | None:
-        """Close the logs; the mean return of the last 100 training episodes."""
-        for log in (self.bar, self.writer, self.csv):
-            log.close()
-        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
-        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
-        self.write_json(status, final)
         return final
 
 
@@ -524,7 +476,8 @@ def save(run: Run, agent: Agent, envs: list[Episodes]):
     content = {"args": vars(run.args), "agent": agent.state_dict(), "adam": agent.adam}
     content |= {"rng": agent.rng.bit_generator.state, "episodes": [env.episode for env in envs]}
     content["actions"] = [torch.tensor(np.array(env.actions)) for env in envs]
-    content["counters"] = run.global_step, run.iteration, run.seconds(), run.csv.tell()
+    seconds = time.monotonic() - run.start
+    content["counters"] = run.global_step, run.iteration, seconds, run.csv.tell()
     torch.save(content, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
@@ -541,8 +494,7 @@ def load_checkpoint(folder: Path) -> dict:
 
 
 def load(folder: Path, env=None) -> tuple[Agent, Args]:
-    """The agent saved in a run's folder, and the run's arguments. `env` is what it shall act in; by
-    default one of the run's id, which is looked up without its module."""
+    """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
     checkpoint = load_checkpoint(folder)
     args = checkpoint["args"]
     agent = Agent(env or make_env(args.env_id), args)
@@ -554,8 +506,7 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play `eval_episodes` greedily with the agent saved in `args.evaluate`; print each return and,
-    with `capture_video`, record them into its videos/. Writes nothing else."""
+    """Play the run in `args.evaluate` greedily; `capture_video` records it into its videos/."""
     if args.capture_video and sys.platform == "linux":
         os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
     env = make_env(args.env_id, **{"render_mode": "rgb_array"} if args.capture_video else {})
@@ -609,14 +560,15 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
     agent = load(args.resume, envs[0])[0] if args.resume else Agent(envs[0], args)
     agent.adam = flat_adam(agent.to(device))
-    for env in envs:
-        env.reset()
     if args.resume:
         for name, value in agent.adam.items():
             value.copy_(checkpoint["adam"][name])
         agent.rng.bit_generator.state = checkpoint["rng"]
-        for env, *running in zip(envs, checkpoint["episodes"], checkpoint["actions"], strict=True):
-            env.replay(*running)
+    for i, env in enumerate(envs):  # on resuming, the running episodes are played again
+        env.episode += checkpoint["episodes"][i] if args.resume else 0
+        env.reset()
+        for action in checkpoint["actions"][i].numpy() if args.resume else ():
+            env.step(action)
     step = compile_step(agent, args)
     run = Run(args, checkpoint)
     run.bar.write(f"{args.env_id} on {device}, {args.num_iterations} iterations, in {run.folder}")
@@ -632,9 +584,8 @@ def train(args: Args) -> Path:
     try:
         save(run, agent, envs)
         while run.iteration < args.num_iterations and not stop:
-            # learning-rate annealing (detail 4)
             remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
-            learning_rate = remaining * args.learning_rate
+            learning_rate = remaining * args.learning_rate  # annealed (detail 4)
             data = rollout(agent, envs, run, args)
             metrics = update(agent, data, learning_rate, args, step)
             checked = {"observations": data.obs, "rewards": data.rewards} | metrics
@@ -647,7 +598,9 @@ def train(args: Args) -> Path:
         save(run, agent, envs)
         status = "running" if run.iteration < args.num_iterations else "finished"
     finally:
-        final = run.close(status)
+        for log in (run.bar, run.writer, run.csv):
+            log.close()
+        final = run.write_json(status)
         for number, old in before.items():
             signal.signal(number, old)
     script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))

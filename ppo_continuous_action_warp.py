@@ -465,12 +465,10 @@ def gae(rewards, values, next_values, terminated, truncated, gamma: float, gae_l
 
     `next_values` are of the observation after each step, an episode's true last one if it ended.
     """
-    deltas = rewards + gamma * next_values * ~terminated - values
+    advantages = rewards + gamma * next_values * ~terminated - values
     ended = terminated | truncated
-    advantages, advantage = torch.empty_like(deltas), torch.zeros_like(deltas[0])
-    for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + torch.where(ended[t], 0.0, gamma * gae_lambda * advantage)
-        advantages[t] = advantage
+    for t in reversed(range(len(advantages) - 1)):
+        advantages[t] += torch.where(ended[t], 0.0, gamma * gae_lambda * advantages[t + 1])
     return advantages
 
 
@@ -515,8 +513,7 @@ def ppo_loss(agent, args, obs, actions, old_logprobs, advantages, returns, old_v
 
 
 def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
-    """Adam's state for all parameters as one vector [P]. The agent's become views of it: one tensor
-    to clip and step, not many."""
+    """Adam's state for all parameters as one vector [P], of which the agent's become views."""
     vector = nn.utils.parameters_to_vector(agent.parameters()).detach()
     nn.utils.vector_to_parameters(vector, agent.parameters())
     state = {name: torch.zeros_like(vector) for name in ("exp_avg", "exp_avg_sq")}
@@ -525,9 +522,16 @@ def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
 
 def minibatch_step(agent: Agent, adam: dict, batch: tuple, rows, learning_rate, args: Args):
     """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; the metrics."""
-    loss, metrics = ppo_loss(agent, args, *[x[rows] for x in batch])
-    grads = torch.autograd.grad(loss, list(agent.parameters()))
-    grad = torch.cat([each.flatten() for each in grads])
+    vector = adam["parameters"].detach().requires_grad_()
+    parts = vector.split([p.numel() for p in agent.parameters()])
+    named = zip(agent.named_parameters(), parts, strict=True)
+    views = {name: part.view_as(p) for (name, p), part in named}
+
+    def policy(*given):
+        return torch.func.functional_call(agent, views, given)
+
+    loss, metrics = ppo_loss(policy, args, *[x[rows] for x in batch])
+    (grad,) = torch.autograd.grad(loss, vector)
     with torch.no_grad():
         norm = grad.norm()  # over all parameters (detail 11)
         grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -644,10 +648,7 @@ class Run:
         self.folder = args.resume or args.run_dir or Path("runs") / name
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {self.folder} goes on with it")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            fail(f"{self.folder}: {error.strerror}")
+        self.folder.mkdir(parents=True, exist_ok=True)
         if args.track:
             import wandb  # before the writer, which it follows
 
@@ -665,9 +666,6 @@ class Run:
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
-    def seconds(self) -> float:
-        return time.monotonic() - self.start
-
     def log_episodes(self, data: Rollout):
         """Log the episodes that ended in a rollout: each in the table, their means elsewhere."""
         rows = data.ended.nonzero(as_tuple=True)
@@ -675,7 +673,8 @@ class Run:
         times, returns, lengths = (x.tolist() for x in columns)
         if not times:
             return
-        seconds, before = f"{self.seconds():.2f}", self.global_step - data.ended.numel()
+        seconds = f"{time.monotonic() - self.start:.2f}"
+        before = self.global_step - data.ended.numel()
         steps = [before + (t + 1) * self.args.num_envs for t in times]
         lines = (
             f"{s},{seconds},{r},{n}\n" for s, r, n in zip(steps, returns, lengths, strict=True)
@@ -688,28 +687,22 @@ class Run:
         self.bar.write(f"global_step={self.global_step}, {means}")
 
     def log(self, metrics: dict[str, float]):
-        """Log an iteration."""
         self.iteration += 1
         self.bar.update(self.global_step - self.bar.n)
-        metrics["charts/SPS"] = int(self.global_step / self.seconds())
+        metrics["charts/SPS"] = int(self.global_step / (time.monotonic() - self.start))
         for tag, value in metrics.items():
             self.writer.add_scalar(tag, value, self.global_step)
 
-    def write_json(self, status: str, final_return: float | None = None):
+    def write_json(self, status: str) -> float | None:
+        """Write run.json; returns the mean return of the last 100 training episodes."""
+        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
+        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
         versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
         content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
         content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
-        content |= {"wall_seconds": round(self.seconds(), 2), "final_return": final_return}
+        content |= {"wall_seconds": round(time.monotonic() - self.start, 2), "final_return": final}
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
-
-    def close(self, status: str) -> float:
-        """Close the logs; the mean return of the last 100 training episodes."""
-        for log in (self.bar, self.writer, self.csv):
-            log.close()
-        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
-        returns = [float(row.split(",")[2]) for row in rows[-100:]]
-        self.write_json(status, np.mean(returns) if returns else None)
-        return np.mean(returns) if returns else math.nan
+        return final
 
 
 def save(run: Run, agent: Agent, envs: DeviceEnvs, at: dict):
@@ -719,7 +712,8 @@ def save(run: Run, agent: Agent, envs: DeviceEnvs, at: dict):
     content |= {"envs": envs.state_dict(), "at": at, "rng": torch.get_rng_state()}
     if envs.device.type == "cuda":
         content["cuda_rng"] = torch.cuda.get_rng_state()
-    content["counters"] = run.global_step, run.iteration, run.seconds(), run.csv.tell()
+    seconds = time.monotonic() - run.start
+    content["counters"] = run.global_step, run.iteration, seconds, run.csv.tell()
     torch.save(content, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
@@ -736,8 +730,7 @@ def load_checkpoint(folder: Path) -> dict:
 
 
 def load(folder: Path, env=None) -> tuple[Agent, Args]:
-    """The agent saved in a run's folder, and the run's arguments. `env` is what it shall act in; by
-    default one of the run's id, which is looked up without its module."""
+    """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
     checkpoint = load_checkpoint(folder)
     args = checkpoint["args"]
     agent = Agent(env or make_env(args.env_id), args)
@@ -749,8 +742,7 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play `eval_episodes` greedily with the agent saved in `args.evaluate`; print each return and,
-    with `capture_video`, record them into its videos/. Writes nothing else."""
+    """Play the run in `args.evaluate` greedily; `capture_video` records it into its videos/."""
     torch.set_num_threads(args.num_threads)
     torch.manual_seed(episode_seed(args.seed, 2**31))
     env = make_env(args.env_id, args.evaluate / "videos" if args.capture_video else None)
@@ -859,10 +851,9 @@ def train(args: Args) -> Path:
     try:
         save(run, agent, envs, at)
         while run.iteration < args.num_iterations and not stop:
-            # learning-rate annealing (detail 4)
             remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
             if not args.desired_kl:
-                agent.adam["learning_rate"].fill_(remaining * args.learning_rate)
+                agent.adam["learning_rate"].fill_(remaining * args.learning_rate)  # detail 4
             rollout(agent, envs, at, data, args, take)
             metrics = learn(agent, data, args, step, run.iteration == 0)
             # the host waits here, once an iteration
@@ -880,7 +871,9 @@ def train(args: Args) -> Path:
         save(run, agent, envs, at)
         status = "running" if run.iteration < args.num_iterations else "finished"
     finally:
-        final = run.close(status)
+        for log in (run.bar, run.writer, run.csv):
+            log.close()
+        final = run.write_json(status)
         for number, old in before.items():
             signal.signal(number, old)
     script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
@@ -888,7 +881,7 @@ def train(args: Args) -> Path:
     if status == "running":
         print(f"go on with: {script} --resume {folder}")
         raise SystemExit(128 + stop[0])
-    print(f"return {final:.2f} over the last 100 episodes; play: {script} --evaluate {folder}")
+    print(f"return {final} over the last 100 episodes; play: {script} --evaluate {folder}")
     if args.save_model:
         torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:

@@ -261,17 +261,12 @@ class Agent(nn.Module):
 
 # --- algorithm ------------------------------------------------------------------------------------
 def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float) -> np.ndarray:
-    """Generalized advantage estimate (Schulman et al. 2016, eq. 16), numpy arrays over time.
-
-    rewards, terminated, truncated [T, ...]; values [T + 1, ...]; advantages [T, ...].
-    """
-    deltas = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
+    """Generalized advantage estimate (Schulman et al. 2016, eq. 16), numpy arrays over time:
+    rewards, terminated, truncated and the result [T, ...], values [T + 1, ...]."""
+    advantages = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
     ended = np.logical_or(terminated, truncated)
-    advantages = np.zeros_like(deltas)
-    advantage = np.zeros_like(deltas[0])
-    for t in reversed(range(len(deltas))):
-        advantage = deltas[t] + np.where(ended[t], 0.0, gamma * gae_lambda * advantage)
-        advantages[t] = advantage
+    for t in reversed(range(len(advantages) - 1)):
+        advantages[t] += np.where(ended[t], 0.0, gamma * gae_lambda * advantages[t + 1])
     return advantages
 
 
@@ -319,8 +314,7 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
     numbers = data.rewards, data.values.cpu().double().numpy(), data.terminated, data.truncated
     advantages = gae(*numbers, args.gamma, args.gae_lambda)  # detail 5
     advantages, values = torch.tensor(advantages).to(data.values), data.values[:-1]
-    returns = advantages + values
-    fields = data.obs, data.actions, data.logprobs, advantages, returns, values
+    fields = data.obs, data.actions, data.logprobs, advantages, advantages + values, values
     batch = [x.flatten(0, 1) for x in fields]  # [B, ...], B = T * N
 
     rows, steps = np.flatnonzero(data.valid), []  # what is learned from; metrics of each step
@@ -341,11 +335,10 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
     means = torch.stack(steps).mean(dim=0).tolist()
-    residual, returns = (returns - values)[data.valid], returns[data.valid]
-    unexplained = residual.var(correction=0) / returns.var(correction=0).clamp(min=1e-12)
+    advantages, returns = batch[3][rows], batch[4][rows]  # R - V and R
+    unexplained = advantages.var() / returns.var().clamp(min=1e-12)
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
-    metrics["losses/explained_variance"] = 1.0 - unexplained.item()
-    return metrics
+    return metrics | {"losses/explained_variance": 1.0 - unexplained.item()}
 
 
 # --- rollout --------------------------------------------------------------------------------------
@@ -384,10 +377,7 @@ class Run:
         self.folder = args.resume or args.run_dir or Path("runs") / name
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {self.folder} goes on with it")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            fail(f"{self.folder}: {error.strerror}")
+        self.folder.mkdir(parents=True, exist_ok=True)
         if args.track:
             import wandb  # before the writer, which it follows
 
@@ -405,11 +395,8 @@ class Run:
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
-    def seconds(self) -> float:
-        return time.monotonic() - self.start
-
     def log_episode(self, step: int, episodic_return: float, length: int, player: int):
-        self.csv.write(f"{step},{self.seconds():.2f},{episodic_return},{length}\n")
+        self.csv.write(f"{step},{time.monotonic() - self.start:.2f},{episodic_return},{length}\n")
         self.writer.add_scalar(f"charts/episodic_return-player{player}", episodic_return, step)
         self.writer.add_scalar(f"charts/episodic_length-player{player}", length, step)
         self.bar.write(
@@ -417,28 +404,22 @@ class Run:
         )
 
     def log(self, metrics: dict[str, float]):
-        """Log an iteration."""
         self.iteration += 1
         self.bar.update(self.global_step - self.bar.n)
-        metrics["charts/SPS"] = int(self.global_step / self.seconds())
+        metrics["charts/SPS"] = int(self.global_step / (time.monotonic() - self.start))
         for tag, value in metrics.items():
             self.writer.add_scalar(tag, value, self.global_step)
 
-    def write_json(self, status: str, final_return: float | None = None):
+    def write_json(self, status: str) -> float | None:
+        """Write run.json; returns the mean return of the last 100 training episodes."""
+        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
+        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
         versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
         content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
         content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
-        content |= {"wall_seconds": round(self.seconds(), 2), "final_return": final_return}
+        content |= {"wall_seconds": round(time.monotonic() - self.start, 2), "final_return": final}
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
-
-    def close(self, status: str) -> float:
-        """Close the logs; the mean return of the last 100 training episodes."""
-        for log in (self.bar, self.writer, self.csv):
-            log.close()
-        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
-        returns = [float(row.split(",")[2]) for row in rows[-100:]]
-        self.write_json(status, np.mean(returns) if returns else None)
-        return np.mean(returns) if returns else math.nan
+        return final
 
 
 def save(run: Run, agent: Agent, past: Agent, envs: Envs):
@@ -447,7 +428,8 @@ def save(run: Run, agent: Agent, past: Agent, envs: Envs):
     content = {"args": vars(run.args), "agent": agent.state_dict()}
     content["optimizer"] = agent.adam.state_dict()
     content |= {"past": past.state_dict(), "envs": envs.state_dict()}
-    content["counters"] = run.global_step, run.iteration, run.seconds(), run.csv.tell()
+    seconds = time.monotonic() - run.start
+    content["counters"] = run.global_step, run.iteration, seconds, run.csv.tell()
     torch.save(content, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
@@ -550,9 +532,8 @@ def train(args: Args) -> Path:
     try:
         save(run, agent, past, envs)
         while run.iteration < args.num_iterations and not stop:
-            # learning-rate annealing (detail 4)
             remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
-            learning_rate = remaining * args.learning_rate
+            learning_rate = remaining * args.learning_rate  # annealed (detail 4)
             data = rollout(agent, envs, run, args)
             metrics = update(agent, data, run.iteration, learning_rate, args)
             for name, x in ({"rewards": data.rewards} | metrics | agent.state_dict()).items():
@@ -568,14 +549,16 @@ def train(args: Args) -> Path:
         save(run, agent, past, envs)
         status = "running" if run.iteration < args.num_iterations else "finished"
     finally:
-        final = run.close(status)
+        for log in (run.bar, run.writer, run.csv):
+            log.close()
+        final = run.write_json(status)
         for number, old in before.items():
             signal.signal(number, old)
     script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
     if status == "running":
         print(f"go on with: {script} --resume {folder}")
         raise SystemExit(128 + stop[0])
-    print(f"return {final:.2f} over the last 100 episodes; play: {script} --evaluate {folder}")
+    print(f"return {final} over the last 100 episodes; play: {script} --evaluate {folder}")
     if args.save_model:
         torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
