@@ -371,8 +371,8 @@ def rollout(agent: Agent, envs: list[Episodes], run: "Run", args: Args) -> Rollo
     rewards, (terminated, truncated, valid) = np.zeros((T, N)), np.zeros((3, T, N), bool)
     obs[0], noise, act = [env.obs for env in envs], agent.noise(T, N), agent.numpy_actor()
     for t in range(T):
-        valid[t] = [not env.over for env in envs]
-        run.global_step += int(valid[t].sum())
+        valid[t] = going = [not env.over for env in envs]
+        run.global_step += sum(going)
         actions.append(act(obs[t], noise[t]))
         for i, env in enumerate(envs):
             step = env.step(actions[t][i])

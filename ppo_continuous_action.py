@@ -155,6 +155,7 @@ class Episodes(gym.Wrapper):
     def __init__(self, env: gym.Env, args: Args, index: int):
         super().__init__(env)
         self.args, self.index, self.episode = args, index, -1
+        self.low, self.high = self.action_space.low, self.action_space.high
 
     def reset(self, **kwargs):
         self.episode, self.over, self.actions, self.rewards = self.episode + 1, False, [], []
@@ -167,7 +168,7 @@ class Episodes(gym.Wrapper):
         """Take an action [A], clipped to the box: the agent's is not (continuous detail 5)."""
         if self.over:
             return self.reset()[0], 0.0, False, False, {}
-        clipped = np.minimum(np.maximum(action, self.action_space.low), self.action_space.high)
+        clipped = np.minimum(np.maximum(action, self.low), self.high)
         obs, reward, terminated, truncated, info = self.env.step(clipped)
         self.obs, reward = np.array(obs, np.float32), np.asarray(reward).item()
         self.actions.append(action)
@@ -403,8 +404,8 @@ def rollout(agent: Agent, envs: list[Episodes], run: "Run", args: Args) -> Rollo
     discounted = np.zeros((T, N))
     obs[0], noise, act = [env.obs for env in envs], agent.noise(T, N), agent.numpy_actor()
     for t in range(T):
-        valid[t] = [not env.over for env in envs]
-        run.global_step += int(valid[t].sum())
+        valid[t] = going = [not env.over for env in envs]
+        run.global_step += sum(going)
         actions.append(act(obs[t], noise[t]))
         for i, env in enumerate(envs):
             step = env.step(actions[t][i])
