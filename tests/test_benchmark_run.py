@@ -519,8 +519,9 @@ def test_ctrl_c_ends_a_command_that_waits_for_another(toy):
     wait_for(lambda: lines("starts.txt"))
     second = background(command, num_seeds=1)
     wait_for(lambda: "runs already" in Path("out.txt").read_text())
+    time.sleep(0.5)  # until it waits
     second.send_signal(signal.SIGINT)
-    assert second.wait(10) == 130
+    assert second.wait(30) == 130, Path("out.txt").read_text()
     assert locked(folder_of(1)) and not lines("ends.txt")
     assert first.wait(60) == 0
     check_whole([1], 40)
