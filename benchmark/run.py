@@ -187,13 +187,15 @@ class Local:
         self.pool = ThreadPoolExecutor(
             workers, initializer=lambda: setattr(self.mine, "gpus", shares.pop())
         )
+        self.futures = {}  # of the jobs handed over
 
     def work(self, job: Work):
         job.variables = {"CUDA_VISIBLE_DEVICES": self.mine.gpus} if self.mine.gpus else {}
         job()
 
     def start(self, jobs: list[Work]):
-        self.futures = {job: self.pool.submit(self.work, job) for job in jobs}
+        for job in jobs:
+            self.futures[job] = self.pool.submit(self.work, job)
 
     def ended(self, jobs: list[Work]) -> list[Work]:
         return [job for job in jobs if self.futures[job].done()]
@@ -222,6 +224,7 @@ class Slurm:
             array_parallelism=workers, time=minutes, additional_parameters=more
         )
         self.asked, self.queue = 0.0, set()  # when Slurm was asked, and the ids that it told
+        self.ours = set()  # ids of the jobs handed over
 
     def queued(self) -> set[str]:
         """Ids of this user's jobs that wait or run; asked for every few seconds at most."""
@@ -269,7 +272,6 @@ def plan(
     for wrong, why in (
         (at is None, "names no script (a word that ends with .py)"),
         (lacking, f"{' and '.join(lacking)} is missing, so that all jobs would be the same"),
-        (not shutil.which(executable(words)[0]), f"there is no program {words[0]}"),
         (given and not foreign, f"{given} is given to each job by this program"),
     ):
         if wrong:

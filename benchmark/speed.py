@@ -177,11 +177,6 @@ def summarise(rows: list[tuple]) -> dict[str, Summary]:
     return summaries
 
 
-def ratios(mine: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Round by round, as neighbours share a machine's moods."""
-    return mine / other
-
-
 def spread(values: np.ndarray, digits: str) -> str:
     if np.isnan(values).any():
         return "-"
@@ -197,7 +192,7 @@ def report(summaries: dict[str, Summary], variants: list[str]):
         rows.append([name, *rates, spread(x.starts, ".1f"), f"{x.cold:.1f}", f"{x.memory:,.0f}"])
     for a, b in itertools.product(variants, [name for name in summaries if name not in variants]):
         mine, other = summaries[a], summaries[b]
-        parts = ratios(mine.cpu_rates, other.cpu_rates), ratios(mine.rates, other.rates)
+        parts = mine.cpu_rates / other.cpu_rates, mine.rates / other.rates  # round by round
         rows.append([f"{a} / {b}", *(spread(part, ".2f") for part in parts), "", "", ""])
     print(f"\n{programs.aligned(rows, range(6))}")
     busy = np.concatenate([x.busy for x in summaries.values()])

@@ -221,11 +221,9 @@ def in_a_fork(function, *args) -> int:
     return process.exitcode
 
 
-def train_until_killed(
-    script: str, target: str, call: int, argv: list[str], *numbers: int, group: bool = False
-) -> int:
+def train_until_killed(script: str, target: str, call: int, argv: list[str], *numbers: int) -> int:
     """Train in another process, which in the given call of a function sends itself these signals,
-    SIGKILL by default, or sends them to its group; its exit status."""
+    SIGKILL by default; its exit status."""
 
     def train():
         module, numbers_ = importlib.import_module(script), numbers or (signal.SIGKILL,)
@@ -240,11 +238,9 @@ def train_until_killed(
                     plain(args[0], whole)
                     Path(args[1]).write_bytes(whole.getvalue()[: whole.tell() // 2])
                 for number in numbers_:
-                    (os.killpg if group else os.kill)(os.getpid(), number)
+                    os.kill(os.getpid(), number)
             return plain(*args, **kwargs)
 
-        if group:
-            os.setsid()
         setattr(owner, name, spy)
         module.train(module.parse_args(argv))
 

@@ -513,15 +513,18 @@ def test_two_harnesses_share_the_work(toy):
     assert len(lines("starts.txt")) == 3
 
 
+def test_a_command_can_be_stopped_before_any_job_is_handed_over():
+    assert Local(1, [], 1).stop() == "stopped; the same command goes on"
+
+
 def test_ctrl_c_ends_a_command_that_waits_for_another(toy):
     command = "python toy.py --total-timesteps 40 --tick 0.2"
     first = background(command, num_seeds=1)
     wait_for(lambda: lines("starts.txt"))
     second = background(command, num_seeds=1)
     wait_for(lambda: "runs already" in Path("out.txt").read_text())
-    time.sleep(0.5)  # until it waits
     second.send_signal(signal.SIGINT)
-    assert second.wait(30) == 130, Path("out.txt").read_text()
+    assert second.wait(10) == 130, Path("out.txt").read_text()
     assert locked(folder_of(1)) and not lines("ends.txt")
     assert first.wait(60) == 0
     check_whole([1], 40)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmark import peers
-from benchmark.speed import Cost, Program, built_in, program, ratios, speed, summarise
+from benchmark.speed import Cost, Program, built_in, program, speed, summarise
 
 ROOT = Path(__file__).resolve().parent.parent
 # Takes --cost seconds of CPU and --idle seconds of sleep per step, and --start of both before.
@@ -244,7 +244,7 @@ def test_summary_of_known_rows():
     assert a.cold == pytest.approx(70 - 10 / 5)
     assert a.memory == 103
     assert b.busy.tolist() == [0.5, 0.5, 0.5]
-    assert ratios(a.rates, b.rates).tolist() == [2, 4, 1]  # of runs that were neighbours
+    assert (a.rates / b.rates).tolist() == [2, 4, 1]  # of runs that were neighbours
 
 
 def test_names_and_built_in_peers(root, monkeypatch):
