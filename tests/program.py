@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import envpool
@@ -18,6 +19,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 METRICS = [  # of a minibatch of the clipped scripts
@@ -211,6 +213,7 @@ def in_a_fork(function, *args) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (signal.SIGTERM, signal.SIGALRM):  # not what others left: pytest, a library
             signal.signal(number, signal.SIG_DFL)
+        tqdm.set_lock(threading.RLock())  # its own is shared with this copy, and dies locked
         function(*args)
 
     process = multiprocessing.get_context("fork").Process(target=called)

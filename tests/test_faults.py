@@ -25,6 +25,7 @@ from program import (
     train_until_killed,
     write_checkpoint,
 )
+from tqdm import tqdm
 
 import ppo_cma
 
@@ -137,6 +138,17 @@ def test_killed_again_and_again(script, kills, iterations, tmp_path):
     train(script, argv)
     whole = undisturbed(script, new(script, tmp_path / "whole", iterations), resumed)
     assert_same_run(script, folder, whole)
+
+
+def test_a_copy_killed_as_it_writes_leaves_this_process_free_to_write():
+    def writes():
+        tqdm.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    tqdm.write("tqdm has made its lock")
+    assert in_a_fork(writes) == -signal.SIGKILL
+    assert all([lock.acquire(timeout=5) for lock in tqdm.get_lock().locks])
+    tqdm.get_lock().release()
 
 
 @EVERY
