@@ -203,9 +203,8 @@ class Agent(nn.Module):
         (self.dim,) = env.observation_space.shape
         self.action_shape, self.first = space.shape, getattr(space, "start", 0)
         # how many choices each branch has: a Discrete space is one branch, a MultiBinary n of two
-        self.choices = np.ravel(getattr(space, "nvec", getattr(space, "n", 2))).tolist()
-        if isinstance(space, gym.spaces.MultiBinary):
-            self.choices = [2] * math.prod(space.shape)
+        branches = getattr(space, "nvec", np.full(space.shape, 2 if space.shape else space.n))
+        self.choices = np.ravel(branches).tolist()
         self.critic = mlp(self.dim, 1, gain=1.0)  # two networks (detail 13)
         self.actor = mlp(self.dim, sum(self.choices), gain=0.01)
         self.rng = np.random.default_rng(args.seed)  # of actions and minibatches
@@ -471,11 +470,7 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
 
 def evaluate(args: Args) -> list[float]:
     """Play the run in `args.evaluate` greedily; `capture_video` records it into its videos/."""
-    if args.capture_video and sys.platform == "linux":
-        os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
     env = make_env(args.env_id, **{"render_mode": "rgb_array"} if args.capture_video else {})
-    if hasattr(env.unwrapped, "mujoco_renderer") and env.unwrapped.model.ncam:
-        env.unwrapped.mujoco_renderer.camera_id = 0  # follows the robot
     if args.capture_video:
         videos = str(args.evaluate / "videos")
         env = gym.wrappers.RecordVideo(env, videos, lambda _: True, disable_logger=True)
@@ -524,10 +519,9 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
     agent = load(args.resume, envs[0])[0] if args.resume else Agent(envs[0], args)
     agent.adam = flat_adam(agent.to(device))
-    if args.resume:
-        for name, value in agent.adam.items():
-            value.copy_(checkpoint["adam"][name])
-        agent.rng.bit_generator.state = checkpoint["rng"]
+    for name, value in checkpoint.get("adam", {}).items():
+        agent.adam[name].copy_(value)
+    agent.rng.bit_generator.state = checkpoint.get("rng", agent.rng.bit_generator.state)
     for i, env in enumerate(envs):  # on resuming, the running episodes are played again
         env.episode += checkpoint["episodes"][i] if args.resume else 0
         env.reset()

@@ -245,6 +245,21 @@ class Agent(nn.Module):
         raw = self.var_net(obs * self.obs_scale)[..., -len(self.low) :]
         return self.logvar_min + (self.logvar_max - self.logvar_min) * torch.sigmoid(raw)
 
+    def critic_inputs(self, obs: torch.Tensor, time) -> torch.Tensor:
+        """[..., D + 1]: raw observations [..., D], scaled, and decisions since the start [...]."""
+        clock = (0.001 if self.args.gamma > 0 else 0.0) * torch.as_tensor(time, device=obs.device)
+        return torch.cat([obs * self.obs_scale, clock.expand(obs.shape[:-1])[..., None]], dim=-1)
+
+    def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor | None = None, time=0):
+        """Action [B, A] (a clipped sample unless given), its log-density [B], the entropy [B] and
+        the value [B] at raw observations [B, D], `time` decisions into their episodes."""
+        if action is None:
+            sample = self.act(obs.cpu().numpy(), self.noise(len(obs)))
+            action = torch.as_tensor(sample, device=obs.device)
+        policy = torch.distributions.Normal(self.mean(obs), (0.5 * self.logvar(obs)).exp())
+        logprob, entropy = policy.log_prob(action).sum(-1), policy.entropy().sum(-1)
+        return action, logprob, entropy, self.critic(self.critic_inputs(obs, time)).squeeze(-1)
+
     @torch.no_grad()
     def numpy_actor(self):
         """The policy as it is now, as a function of raw observations [N, D] and noise [N, A]. Numpy
@@ -420,8 +435,7 @@ def update(agent: Agent, obs, actions, rewards, lengths) -> dict[str, float]:
     # critic: L1 on Monte-Carlo returns, which are the GAE of V = 0 at lambda = 1
     returns = gae(rewards, np.zeros(len(obs) + 1), ends, ends, args.gamma, 1.0)
     targets = torch.tensor(returns).to(obs)[:, None]
-    clock = (0.001 if args.gamma > 0 else 0.0) * time[:, None]  # decisions since the start
-    inputs = torch.cat([obs * agent.obs_scale, clock], dim=-1)
+    inputs = agent.critic_inputs(obs, time)
     minibatches = torch.randint(len(obs), shape, generator=agent.generator).to(device)
     if agent.updates == 1:  # the first minibatch ever sets the biases instead
         critic.center(inputs[minibatches[0]])

@@ -561,10 +561,9 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
     agent = load(args.resume, envs[0])[0] if args.resume else Agent(envs[0], args)
     agent.adam = flat_adam(agent.to(device))
-    if args.resume:
-        for name, value in agent.adam.items():
-            value.copy_(checkpoint["adam"][name])
-        agent.rng.bit_generator.state = checkpoint["rng"]
+    for name, value in checkpoint.get("adam", {}).items():
+        agent.adam[name].copy_(value)
+    agent.rng.bit_generator.state = checkpoint.get("rng", agent.rng.bit_generator.state)
     for i, env in enumerate(envs):  # on resuming, the running episodes are played again
         env.episode += checkpoint["episodes"][i] if args.resume else 0
         env.reset()

@@ -287,6 +287,16 @@ class Agent(nn.Module):
             return Categorical(output.log_softmax(dim=-1))
         return Gaussian(output, self.actor_logvar.expand_as(output).clone())
 
+    def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor | None = None, time=0):
+        """Action (sampled unless given), its log-probability [B], entropy [B] and value [B] at raw
+        observations [B, D], `time` steps into their episodes."""
+        features = self.features(obs, time)
+        policy, value = self.policy(features), self.critic(features).squeeze(-1)
+        if action is None:
+            sample = self.act(obs.cpu().numpy(), self.noise(len(obs)), time)
+            action = torch.as_tensor(sample, device=obs.device)
+        return action, policy.log_prob(action), policy.entropy(), value
+
     @torch.no_grad()
     def numpy_actor(self):
         """The policy as it is now, as a function of raw observations [N, D], noise and time [N].

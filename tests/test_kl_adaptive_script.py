@@ -337,6 +337,17 @@ def test_an_agent_of_ones_own(env_id):
         probabilities.append(policy.log_prob(torch.as_tensor(actions)))
     assert probabilities[0].shape == (3,)
     assert not torch.isclose(*probabilities).any()
+    with torch.no_grad():  # as CleanRL's
+        action, logprob, entropy, value = agent.get_action_and_value(torch.as_tensor(obs))
+        same, late, _, later = agent.get_action_and_value(torch.as_tensor(obs), action, 500)
+    assert env.step(action[0].numpy())[1] > 0
+    assert torch.equal(same, action)
+    assert logprob.shape == entropy.shape == value.shape == (3,)
+    assert not torch.isclose(late, logprob).any()
+    assert not torch.isclose(later, value).any()
+    if env_id == "CartPole-v1":
+        p = logprob.exp()  # of two
+        torch.testing.assert_close(entropy, -p * p.log() - (1 - p) * (1 - p).log())
     small = script.Agent(env, Args(hid1_mult=2))
     assert small.actor[0].out_features == 2 * (obs.shape[1] + 1)
 

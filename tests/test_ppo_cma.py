@@ -138,6 +138,25 @@ def test_4_first_iteration_samples_the_initial_gaussian_whatever_the_weights():
 # --- 5 scaler, 6 returns, 7 advantages ------------------------------------------------------------
 
 
+def test_4_get_action_and_value_samples_as_act_and_has_a_true_density():
+    agent, twin = make_agent(4, [-1] * 2, [1] * 2), make_agent(4, [-1] * 2, [1] * 2)
+    agent.updates += 1  # from here on the networks are the policy
+    twin.updates += 1
+    obs = torch.randn(6, 4)
+    action, logprob, entropy, value = agent.get_action_and_value(obs)
+    assert (action.numpy() == twin.act(obs.numpy(), twin.noise(6))).all()
+    expected = log_density(action, agent.mean(obs), agent.logvar(obs)) - np.log(2 * np.pi)
+    torch.testing.assert_close(logprob, expected)
+    differential = 0.5 * agent.logvar(obs).sum(-1) + np.log(2 * np.pi * np.e)
+    torch.testing.assert_close(entropy, differential)
+    inputs = agent.critic_inputs(obs, torch.arange(6))
+    torch.testing.assert_close(inputs[:, 4], 0.001 * torch.arange(6))
+    late = agent.get_action_and_value(obs, action, torch.arange(6))[3]
+    assert torch.equal(late, agent.critic(inputs).squeeze(-1))
+    assert late[0] == value[0] and (late[1:] != value[1:]).all()  # the critic sees the time
+    assert (make_agent(4, gamma=0.0).critic_inputs(obs, 500)[:, 4] == 0).all()
+
+
 def test_5_scaler_golden_numbers():
     agent = make_agent(3)
     ppo_cma.update_obs_scale(agent, torch.tensor([[1, 10, 0.01], [3, -10, 0.02]]))
