@@ -729,3 +729,12 @@ def test_a_program_by_itself(tmp_path):
     assert "pong_v3 on cpu, 2 iterations, in run" in done.stdout + done.stderr
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (facts["status"], facts["global_step"]) == ("finished", 2 * STEPS)
+
+
+def test_the_win_rate_on_the_page_is_that_of_the_committed_games():
+    table = ROOT / "benchmark/published/results/pong_v3/ppo_pettingzoo_ma_atari/default-s1.json"
+    scores = np.array(json.loads(table.read_text())["evaluation"])  # points ahead
+    rate, low, high = script.win_rate(np.stack([scores, -scores], axis=1)).values()
+    page = " ".join((ROOT / "docs/ppo_pettingzoo_ma_atari.md").read_text().split())
+    won = f"It won {rate * 100:.0f} of these {len(scores)} games"
+    assert f"{won} (95 % interval {100 * low:.0f} to {100 * high:.0f})" in page
