@@ -374,8 +374,7 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
     learning_rate = torch.tensor(learning_rate, device=device)
     for _ in range(args.update_epochs):
         order = torch.as_tensor(agent.rng.permutation(rows), device=device)
-        # Rahman & Xue 2023, algorithm 1: to shift an action is to shift its mean
-        if args.rpo_alpha:
+        if args.rpo_alpha:  # Rahman & Xue 2023, algorithm 1: shifted actions are shifted means
             noise = agent.rng.uniform(-args.rpo_alpha, args.rpo_alpha, batch[1].shape)
             batch[6:] = [torch.as_tensor(noise).to(actions) * agent.unit]
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
