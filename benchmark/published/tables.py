@@ -110,14 +110,14 @@ def scores() -> str:
     rows = [[f"{name}, 1M", *cells] for name, *cells in scores_by_script(groups, "evaluation")]
     clipped = curves.runs("Humanoid-v4", "ppo_continuous_action", "10M-64envs")
     cma = curves.runs("Humanoid-v4", "ppo_cma", "anneal-lr")
-    seeds = f"{len(clipped)}, {len(cma)}"
+    seeds = f"{len(clipped)}, 0, {len(cma)}"
     rows.append(["Humanoid-v4, 10M", seeds, by_seed(clipped), "", by_seed(cma)])
     for env_id in ("CartPole-v1", "Acrobot-v1", "MountainCar-v0"):
         found = curves.runs(env_id, "ppo")
         name = f"{env_id}, {length(trained_for(found))}"
-        rows.append([name, len(found), by_seed(found), "", ""])
+        rows.append([name, f"{len(found)}, 0, 0", by_seed(found), "", ""])
     for run in games():
-        rows.append([f"{run.env_id}, {run.steps[-1] / 1e6:.0f}M", 1, by_seed([run]), "", ""])
+        rows.append([f"{run.env_id}, {run.steps[-1] / 1e6:.0f}M", "1, 0, 0", by_seed([run]), "", ""])
     header = "environment, steps | seeds | clipped PPO | `ppo_kl_adaptive.py` | `ppo_cma.py`"
     return table(header, rows)
 
