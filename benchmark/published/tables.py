@@ -117,7 +117,8 @@ def scores() -> str:
         name = f"{env_id}, {length(trained_for(found))}"
         rows.append([name, f"{len(found)}, 0, 0", by_seed(found), "", ""])
     for run in games():
-        rows.append([f"{run.env_id}, {run.steps[-1] / 1e6:.0f}M", "1, 0, 0", by_seed([run]), "", ""])
+        name = f"{run.env_id}, {run.steps[-1] / 1e6:.0f}M"
+        rows.append([name, "1, 0, 0", by_seed([run]), "", ""])
     header = "environment, steps | seeds | clipped PPO | `ppo_kl_adaptive.py` | `ppo_cma.py`"
     return table(header, rows)
 
