@@ -5,8 +5,8 @@
 # ///
 """PPO, clipped, for continuous actions, whole on the device: thousands of environments of tensors.
 
-Schulman et al. 2017, https://arxiv.org/abs/1707.06347, as ppo_continuous_action.py, and where
-simulators run on a GPU. No tensor leaves the device and no host waits inside an iteration:
+Schulman et al. 2017, https://arxiv.org/abs/1707.06347, as ppo_continuous_action.py, where the
+simulator runs on a GPU. No tensor leaves the device and no host waits inside an iteration:
 
     1. take T steps in each of N environments with a ~ N(mu(s), sigma^2), and start a new episode
        in each row where one ended: every row is learned from
@@ -16,18 +16,15 @@ simulators run on a GPU. No tensor leaves the device and no host waits inside an
            minimise  -E[ min(r A, clip(r, 1 - eps, 1 + eps) A) ] + c_v E[ (V - R)^2 ] / 2 - c_e H
        after which the learning rate falls if the policy moved too far (KL), or else rises
 
-    python ppo_continuous_action_warp.py --env-id HalfCheetah-v4 --cudagraphs    # MuJoCo Warp
+    python ppo_continuous_action_warp.py  # --resume runs/RUN goes on, --evaluate runs/RUN plays
     python ppo_continuous_action_warp.py --env-id Pendulum-v1 --num-envs 256 --num-steps 32 \
-        --hidden 64 64 --total-timesteps 800000     # needs no engine and no GPU
-    python ppo_continuous_action_warp.py --resume runs/RUN                # go on where it stopped
-    python ppo_continuous_action_warp.py --evaluate runs/RUN              # play it in gymnasium
+        --hidden 64 64 --total-timesteps 800000     # needs no engine and no GPU; expect -180
 
-Expect -180 on Pendulum after 800k steps. On a CPU, ppo_continuous_action.py with gymnasium is
-several times faster on MuJoCo's tasks. No GPU was at hand: CUDA is written, and not yet run.
-Left out on purpose: --target-kl (a host would have to wait), pixels, a critic's own observations.
+On a CPU, ppo_continuous_action.py with gymnasium is several times faster on MuJoCo's tasks. No GPU
+was at hand: CUDA is written, and not yet run. Left out on purpose: --target-kl (a host would have
+to wait), --anneal-lr (the KL sets the rate), --compile (CUDA graphs spare the launches), pixels.
 """
 
-import importlib
 import importlib.util
 import json
 import math
@@ -36,11 +33,10 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections import namedtuple
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -58,9 +54,7 @@ class Args:
     torch_deterministic: bool = True  # torch.backends.cudnn.deterministic
     cuda: bool = True  # use a GPU if there is one; without, this is the wrong script for MuJoCo
     num_threads: int = 1  # CPU threads of torch
-    compile: bool = True  # compile the update, if there is a compiler: same results to rounding
-    compile_from: int = 15_000  # but not in a run of fewer gradient steps: it would not pay
-    cudagraphs: bool = False  # on a GPU, replay a step of all environments and the update as graphs
+    cudagraphs: bool = False  # on a GPU, record rollout and update, and replay them
     track: bool = False  # also log to Weights and Biases
     wandb_project_name: str = "ppo"  # its project
     wandb_entity: str | None = None  # its entity (team)
@@ -73,13 +67,12 @@ class Args:
     checkpoint_interval: int = 20  # iterations between checkpoints
 
     # Algorithm
-    env_id: str = "HalfCheetah-v4"  # see TASKS; Pendulum-v1, or module:Class, your own
+    env_id: str = "HalfCheetah-v4"  # one of TASKS, Pendulum-v1, or your own, module:Class
     total_timesteps: int = 100_000_000  # steps in all environments, rounded down to iterations
     learning_rate: float = 1e-3  # Adam's, in the first iteration
     num_envs: int = 4096  # environments played side by side
     num_steps: int = 24  # steps in each environment per iteration
     stagger_episodes: bool = True  # the first episodes end at different times, unlogged
-    anneal_lr: bool = False  # lower the learning rate linearly; only with --desired-kl 0
     desired_kl: float = 0.01  # the learning rate follows the KL of the policies; 0: it does not
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of the generalized advantage estimate
@@ -103,20 +96,16 @@ class Args:
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
-        low = {"seed": 0, "compile_from": 0, "log_std_init": -9, "minibatch_size": 4}
+        low = {"seed": 0, "log_std_init": -9, "minibatch_size": 4}
         high = {"gamma": 1, "gae_lambda": 1, "log_std_init": 9}
-        for name, value in vars(self).items():
+        for name, value in (vars(self) | {"hidden": min(self.hidden, default=1)}).items():
             least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
         if self.resume and (self.run_dir or self.evaluate):
             raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
-        if self.anneal_lr and self.desired_kl:
-            raise ValueError("--anneal-lr: the rate follows the KL, unless with --desired-kl 0")
-        if not all(size >= 1 for size in self.hidden):
-            raise ValueError(f"--hidden {self.hidden}: layers have at least one unit")
-        if self.capture_video and self.env_id not in {"Pendulum-v1", *TASKS}:
-            raise ValueError(f"--capture-video: gymnasium films, and knows no {self.env_id}")
+        if ":" in self.env_id and (self.capture_video or self.evaluate):
+            raise ValueError(f"gymnasium plays and films, not {self.env_id}: see `load`")
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -153,15 +142,14 @@ class DeviceEnvs(nn.Module):
     What they register as buffers is their state. It is saved: a resumed run goes on in mid-episode.
     """
 
-    resumable = True  # False: the state is elsewhere, a resumed run starts new episodes
+    resumable = True  # False: the state is elsewhere: not resumed, nor recorded as a CUDA graph
 
     def __init__(self, num_envs: int, device, dim: int, low, high, limit: int):
         super().__init__()
-        self.num_envs, self.device, self.limit = num_envs, torch.device(device), limit
-        low, high = np.float32(low), np.float32(high)
+        self.device, self.limit = torch.device(device), limit
         self.observation_space = gym.spaces.Box(-np.inf, np.inf, (dim,))
-        self.action_space = gym.spaces.Box(low, high)
-        self.low, self.high = (torch.tensor(bound, device=device) for bound in (low, high))
+        self.action_space = box = gym.spaces.Box(np.float32(low), np.float32(high))
+        self.low, self.high = (torch.tensor(bound, device=device) for bound in (box.low, box.high))
         self.register_buffer("steps", torch.zeros(num_envs, dtype=torch.int64, device=device))
 
     def replace(self, mask: torch.Tensor, **fresh):
@@ -199,42 +187,19 @@ class Pendulum(DeviceEnvs):
         return self.observe(), -cost, torch.zeros_like(over), over
 
 
-class Task(NamedTuple):
-    xml: str  # gymnasium's file
-    frame_skip: int  # steps of the engine in one of the environment
-    noise: float  # of positions and velocities at a reset, uniform,
-    normal: bool  # or of velocities, normal
-    hidden: int  # the first positions, which are not observed
-    clip: float  # velocities are observed within +-clip
-    forward: float  # weight of the velocity in the reward
-    alive: float  # reward of every step
-    cost: float  # weight of the squared actions
-    healthy: Callable  # of positions and velocities [N, ...]; else the episode terminates
-
-
-inf = math.inf
+# What gymnasium's environments do not tell. Reward: forward * velocity + alive - cost * |action|^2.
+# Noise of a new episode: uniform, but normal in the velocities if `normal`. Velocities are seen
+# within +-clip. An episode terminates if an entry of (positions, velocities) is not in its range.
+Task = namedtuple("Task", "forward alive cost noise normal clip healthy")
 TASKS = {
-    "HalfCheetah-v4": Task(
-        "half_cheetah", 5, 0.1, True, 1, inf, 1.0, 0.0, 0.1, lambda q, v: q[:, 0] == q[:, 0]
-    ),
+    "HalfCheetah-v4": Task(1.0, 0.0, 0.1, 0.1, True, math.inf, []),
     "Hopper-v4": Task(
-        "hopper", 4, 5e-3, False, 1, 10.0, 1.0, 1.0, 1e-3,
-        lambda q, v: (q[:, 1] > 0.7)
-        & (q[:, 2].abs() < 0.2)
-        & (torch.cat([q[:, 2:], v], dim=1).abs() < 100.0).all(dim=1),
+        1.0, 1.0, 1e-3, 5e-3, False, 10.0,
+        [(slice(2, None), -100.0, 100.0), (1, 0.7, math.inf), (2, -0.2, 0.2)],
     ),
-    "Walker2d-v4": Task(
-        "walker2d", 4, 5e-3, False, 1, 10.0, 1.0, 1.0, 1e-3,
-        lambda q, v: (q[:, 1] > 0.8) & (q[:, 1] < 2.0) & (q[:, 2].abs() < 1.0),
-    ),
-    "Ant-v4": Task(
-        "ant", 5, 0.1, True, 2, inf, 1.0, 1.0, 0.5,
-        lambda q, v: (q[:, 2] >= 0.2) & (q[:, 2] <= 1.0),
-    ),
-    "InvertedPendulum-v4": Task(
-        "inverted_pendulum", 2, 0.01, False, 0, inf, 0.0, 1.0, 0.0,
-        lambda q, v: q[:, 1].abs() <= 0.2,
-    ),
+    "Walker2d-v4": Task(1.0, 1.0, 1e-3, 5e-3, False, 10.0, [(1, 0.8, 2.0), (2, -1.0, 1.0)]),
+    "Ant-v4": Task(1.0, 1.0, 0.5, 0.1, True, math.inf, [(2, 0.2, 1.0)]),
+    "InvertedPendulum-v4": Task(0.0, 1.0, 0.0, 0.01, False, math.inf, [(1, -0.2, 0.2)]),
 }  # fmt: skip
 
 
@@ -243,50 +208,47 @@ class Warp(DeviceEnvs):
 
     def __init__(self, env_id: str, num_envs: int, device):
         try:
-            import mujoco
             import mujoco_warp
             import warp
         except ImportError as error:
             fail(f"--env-id {env_id}: {error}: pip install 'mujoco-warp<4'")
-        self.mjw, self.wp, self.task = mujoco_warp, warp, TASKS[env_id]
-        assets = Path(gym.__file__).parent / "envs" / "mujoco" / "assets"
-        model = mujoco.MjModel.from_xml_path(str(assets / f"{self.task.xml}.xml"))
-        dim = model.nq + model.nv - self.task.hidden
-        super().__init__(num_envs, device, dim, *model.actuator_ctrlrange.T, limit=1000)
+        env, self.mjw, self.wp = make_env(env_id).unwrapped, mujoco_warp, warp
+        (dim,), box = env.observation_space.shape, env.action_space
+        super().__init__(num_envs, device, dim, box.low, box.high, limit=1000)
+        self.task, self.frame_skip, self.dt = TASKS[env_id], env.frame_skip, env.dt
+        self.hidden = env.model.nq + env.model.nv - dim  # positions not observed
         with warp.ScopedDevice(str(device)):
-            self.model = mujoco_warp.put_model(model)
+            self.model = mujoco_warp.put_model(env.model)
             sizes = {"nconmax": 32, "njmax": 128}  # contacts and constraints of a robot on its back
-            self.data = mujoco_warp.make_data(model, nworld=num_envs, **sizes)
+            self.data = mujoco_warp.make_data(env.model, nworld=num_envs, **sizes)
         for name in ("qpos", "qvel", "qacc_warmstart", "xpos", "ctrl"):
             self.register_buffer(name, warp.to_torch(getattr(self.data, name)))
         self.register_buffer("x", self.qpos[:, 0].clone())  # where the robot was
-        self.start, self.dt = self.qpos[0].clone(), self.task.frame_skip * model.opt.timestep
-        if self.device.type == "cuda":
-            self.simulate()  # loads the engine's code, which a graph can't
-            with warp.ScopedCapture(device=str(device)) as capture:
-                self.simulate()
-            self.graph = capture.graph
-            warp.synchronize()
+        self.start, self.is_ant = self.qpos[0].clone(), env_id == "Ant-v4"
+        self.least = torch.full((env.model.nq + env.model.nv,), -math.inf, device=device)
+        self.most = -self.least
+        for entries, low, high in self.task.healthy:
+            self.least[entries], self.most[entries] = low, high
 
     def simulate(self):
-        for _ in range(self.task.frame_skip):
+        for _ in range(self.frame_skip):
             self.mjw.step(self.model, self.data)
 
     def advance(self):
         """`frame_skip` steps of the engine. Its solver asks after each iteration whether another
-        is needed; in a CUDA graph the device answers, and no host waits."""
+        is needed: the host or, when a CUDA graph is recorded, the device."""
         if self.device.type == "cpu":
             return self.simulate()
         stream = self.wp.stream_from_torch(torch.cuda.current_stream())
-        if not torch.cuda.is_current_stream_capturing():
-            return self.wp.capture_launch(self.graph, stream=stream)
-        here = self.wp.ScopedStream(stream, sync_enter=False)
-        with here, self.wp.ScopedCapture(stream=stream, external=True):  # in that of --cudagraphs
-            self.simulate()
+        with self.wp.ScopedStream(stream, sync_enter=False):
+            if not torch.cuda.is_current_stream_capturing():
+                return self.simulate()
+            with self.wp.ScopedCapture(stream=stream, external=True):
+                self.simulate()
 
     def observe(self) -> torch.Tensor:
         velocity = self.qvel.clamp(-self.task.clip, self.task.clip)
-        return torch.cat([self.qpos[:, self.task.hidden :], velocity], dim=1)
+        return torch.cat([self.qpos[:, self.hidden :], velocity], dim=1)
 
     def reset(self, mask: torch.Tensor) -> torch.Tensor:
         qpos = self.start + self.task.noise * (2.0 * torch.rand_like(self.qpos) - 1.0)
@@ -300,39 +262,13 @@ class Warp(DeviceEnvs):
         self.advance()
         self.steps += 1
         # gymnasium measures the ant where the engine last computed its body's place
-        x = self.xpos[:, 1, 0] if self.task.xml == "ant" else self.qpos[:, 0]
+        x = self.xpos[:, 1, 0] if self.is_ant else self.qpos[:, 0]
         reward = self.task.forward * (x - self.x) / self.dt + self.task.alive
         reward = reward - self.task.cost * actions.square().sum(dim=1)
         self.x.copy_(x)
-        healthy = self.task.healthy(self.qpos, self.qvel)
+        state = torch.cat([self.qpos, self.qvel], dim=1)
+        healthy = ((self.least < state) & (state < self.most)).all(dim=1)
         return self.observe(), reward, ~healthy, self.steps >= self.limit
-
-
-class Gymnasium(DeviceEnvs):
-    """One environment of gymnasium's, to play and film in the original what was learned here."""
-
-    def __init__(self, env_id: str, video_folder: Path | None = None):
-        gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
-        if video_folder and not os.environ.get("DISPLAY"):
-            os.environ.setdefault("MUJOCO_GL", "egl")
-        self.env = gym.make(env_id, render_mode="rgb_array" if video_folder else None)
-        if video_folder and hasattr(self.env.unwrapped, "mujoco_renderer"):
-            camera = 0 if self.env.unwrapped.model.ncam else -1  # one that follows
-            self.env.unwrapped.mujoco_renderer.camera_id = camera
-        if video_folder:
-            more = {"episode_trigger": lambda _: True, "disable_logger": True}
-            self.env = gym.wrappers.RecordVideo(self.env, str(video_folder), **more)
-        (dim,), box = self.env.observation_space.shape, self.env.action_space
-        super().__init__(1, "cpu", dim, box.low, box.high, self.env.spec.max_episode_steps)
-
-    def reset(self, mask: torch.Tensor) -> torch.Tensor:
-        obs, _ = self.env.reset(seed=int(torch.randint(2**31, ())))
-        return torch.tensor(np.float32(obs)[None])
-
-    def step(self, actions: torch.Tensor):
-        obs, reward, terminated, truncated, _ = self.env.step(actions[0].numpy())
-        flags = torch.tensor([reward]), torch.tensor([terminated]), torch.tensor([truncated])
-        return torch.tensor(np.float32(obs)[None]), *flags
 
 
 def make_envs(env_id: str, num_envs: int, device) -> DeviceEnvs:
@@ -342,19 +278,20 @@ def make_envs(env_id: str, num_envs: int, device) -> DeviceEnvs:
     if env_id in TASKS:
         return Warp(env_id, num_envs, device)
     module, _, name = env_id.partition(":")
-    if not name:
-        fail(f"--env-id {env_id}: neither Pendulum-v1, {', '.join(TASKS)}, nor module:Class")
     try:
         return getattr(importlib.import_module(module), name)(num_envs, device)
     except (ImportError, AttributeError) as error:
+        known = ", ".join(["Pendulum-v1", *TASKS])
+        fail(f"--env-id {env_id}: {error} (neither {known}, nor module:Class)")
+
+
+def make_env(env_id: str, **options) -> gym.Env:
+    """One environment of gymnasium's own, to read what a task is, to play and to film."""
+    gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
+    try:
+        return gym.make(env_id, **options)
+    except gym.error.Error as error:
         fail(f"--env-id {env_id}: {error}")
-
-
-def make_env(env_id: str, video_folder: Path | None = None) -> DeviceEnvs:
-    """One environment to play in: gymnasium's, if the id is one of its."""
-    if env_id in {"Pendulum-v1", *TASKS}:
-        return Gymnasium(env_id, video_folder)
-    return make_envs(env_id, 1, torch.device("cpu"))
 
 
 def episode_seed(*key: int) -> int:
@@ -395,42 +332,35 @@ def mlp(sizes: list[int], gain: float) -> nn.Sequential:
 
 
 class Agent(nn.Module):
-    """Policy, value function and both normalisers: all that is needed to act.
+    """Policy, value function and both normalisers, for environments with the spaces of `env`."""
 
-    `envs` is anything with gymnasium's observation_space and action_space, single or vectorised.
-    """
-
-    def __init__(self, envs, args: Args | None = None):
+    def __init__(self, env, args: Args | None = None):
         super().__init__()
-        args, single = args or Args(), "single_" if hasattr(envs, "single_action_space") else ""
-        (dim,) = getattr(envs, f"{single}observation_space").shape
-        box = getattr(envs, f"{single}action_space")
-        (actions,) = box.shape
-        # separate networks (detail 13, continuous detail 4)
-        self.critic = mlp([dim, *args.hidden, 1], gain=1.0)
-        self.actor_mean = mlp([dim, *args.hidden, actions], gain=0.01)
+        args, space = args or Args(), env.action_space
+        sizes = [*env.observation_space.shape, *args.hidden]
+        self.critic = mlp([*sizes, 1], gain=1.0)  # two networks (detail 13, continuous detail 4)
+        self.actor_mean = mlp([*sizes, *space.shape], gain=0.01)
         # a deviation for each dimension, the same in every state (continuous detail 2)
-        self.actor_logstd = nn.Parameter(torch.full((actions,), args.log_std_init))
-        low, high = torch.tensor(box.low).float(), torch.tensor(box.high).float()
+        self.actor_logstd = nn.Parameter(torch.full(space.shape, args.log_std_init))
+        low, high = torch.tensor(space.low).float(), torch.tensor(space.high).float()
         if not (args.scale_actions and (high - low).isfinite().all()):
-            low, high = -torch.ones(actions), torch.ones(actions)
+            low, high = -torch.ones(space.shape), torch.ones(space.shape)
         self.register_buffer("origin", (low + high) / 2)
         self.register_buffer("unit", torch.where(high > low, (high - low) / 2, 1.0))
-        self.obs_moments, self.return_moments = RunningMoments((dim,)), RunningMoments()
+        self.obs_moments, self.return_moments = RunningMoments((sizes[0],)), RunningMoments()
 
     def normalize(self, obs: torch.Tensor) -> torch.Tensor:
-        """Raw observations [..., D] less their mean, over their deviation, clipped to +-10
-        (continuous details 6, 7)."""
+        """Observations [..., D] standardized and clipped to +-10 (continuous details 6, 7)."""
         scale = (self.obs_moments.var + 1e-8).rsqrt().float()
         return ((obs.float() - self.obs_moments.mean.float()) * scale).clamp(-10.0, 10.0)
 
     def get_value(self, obs: torch.Tensor) -> torch.Tensor:
-        """V [...] at raw observations [..., D]."""
+        """V [...] at observations [..., D]."""
         return self.critic(self.normalize(obs)).squeeze(-1)
 
     def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor | None = None):
-        """Action [B, A] (sampled unless given), its log-density [B], entropy [B] and value [B] at
-        raw observations [B, D]. Its components are independent (continuous details 1, 3)."""
+        """Action [B, A] (sampled unless given), its log-probability [B], entropy [B] and value [B]:
+        independent components, whose numbers add up (continuous details 1, 3)."""
         features = self.normalize(obs)
         mean, logstd = self.actor_mean(features), self.actor_logstd
         if action is None:
@@ -445,10 +375,9 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def act(self, obs, noise=None):
-        """Actions [N, A] at raw observations [N, D], a tensor or, as these, an array: the means or,
-        given `noise(N)`, samples. They may lie beyond the box: clip them for the environment."""
-        features = self.normalize(torch.as_tensor(obs, device=self.unit.device))
-        mean = self.actor_mean(features)
+        """Mean actions [N, A] at observations [N, D], tensors or arrays, or, given `noise(N)`,
+        samples; not clipped."""
+        mean = self.actor_mean(self.normalize(torch.as_tensor(obs, device=self.unit.device)))
         if noise is not None:
             mean = mean + self.actor_logstd.exp() * noise
         actions = self.origin + self.unit * mean
@@ -472,17 +401,11 @@ def gae(rewards, values, next_values, terminated, truncated, gamma: float, gae_l
     return advantages
 
 
-class Rollout(NamedTuple):
-    obs: torch.Tensor  # [T, N, D], raw
-    next_obs: torch.Tensor  # [T, N, D], raw: after the step, before a reset
-    actions: torch.Tensor  # [T, N, A]
-    rewards: torch.Tensor  # [T, N], as are all below
-    terminated: torch.Tensor
-    truncated: torch.Tensor
-    discounted: torch.Tensor  # rewards of the episode so far, the older the less
-    returns: torch.Tensor  # and their sum
-    lengths: torch.Tensor  # its steps so far
-    ended: torch.Tensor  # it ended here, and was logged: not if it is a staggered first one
+# obs, next_obs (before a reset) [T, N, D], actions [T, N, A], the rest [T, N]; the last three tell
+# of the episode so far: its rewards, the older the less; its rewards; its steps
+Rollout = namedtuple(
+    "Rollout", "obs next_obs actions rewards terminated truncated discounted returns lengths"
+)
 
 
 def ppo_loss(agent, args, obs, actions, old_logprobs, advantages, returns, old_values):
@@ -551,15 +474,13 @@ def adapt(learning_rate: torch.Tensor, approx_kl: torch.Tensor, desired_kl: floa
     learning_rate.copy_(faster.clamp(1e-5, 1e-2))
 
 
-def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step, first: bool = False):
+def update(agent: Agent, data: Rollout, args: Args, first: bool = False):
     """One iteration of learning from a rollout; returns the metrics, averaged over minibatches,
     as tensors. Nothing here asks for a value on the host."""
-    # Observations are scaled for learning as they were for acting; only the first time there is
-    # no scale yet, and a policy that hardly depends on them.
     seen = data.obs.flatten(0, 1)
-    if first:
+    if first:  # later observations are scaled for learning as they were for acting
         agent.obs_moments.update(seen)
-    # rewards over the deviation of the discounted returns so far, clipped (continuous details 8, 9)
+    # rewards over the deviation of the discounted returns, clipped (continuous details 8, 9)
     agent.return_moments.update(data.discounted.flatten())
     scale = (agent.return_moments.var + 1e-8).rsqrt().float()
     rewards = (data.rewards * scale).clamp(-10.0, 10.0)
@@ -576,8 +497,8 @@ def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step, first: 
     for _ in range(args.update_epochs):
         order = torch.rand_like(batch[-1]).argsort()
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
-        for minibatch in order.tensor_split(args.num_minibatches):
-            metrics = step(agent, agent.adam, batch, minibatch, learning_rate, args)
+        for rows in order.tensor_split(args.num_minibatches):
+            metrics = minibatch_step(agent, agent.adam, batch, rows, learning_rate, args)
             steps.append(torch.stack([*metrics.values()]))
             if args.desired_kl and len(steps) > 1:  # at the first one nothing has moved yet
                 adapt(learning_rate, metrics["approx_kl"], args.desired_kl)
@@ -586,57 +507,45 @@ def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step, first: 
     means = torch.stack(steps).mean(dim=0).unbind()
     unexplained = (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=1e-12)
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
-    metrics["losses/explained_variance"] = 1.0 - unexplained
     metrics["charts/policy_std"] = (agent.actor_logstd.detach().exp() * agent.unit).mean()
-    return metrics | {"charts/learning_rate": learning_rate}
+    metrics["charts/learning_rate"] = learning_rate
+    return metrics | {"losses/explained_variance": 1.0 - unexplained}
 
 
 # --- rollout --------------------------------------------------------------------------------------
 def start(agent: Agent, envs: DeviceEnvs, args: Args) -> tuple[dict, Rollout]:
     """New episodes in all environments: where they are, and a rollout to be filled."""
-    T, N, zeros = args.num_steps, args.num_envs, torch.zeros(args.num_envs, device=envs.device)
+    zeros = torch.zeros(args.num_envs, device=envs.device)
     at = {"obs": envs.reset(zeros == 0).clone(), "discounted": zeros.clone()}
-    at |= {"returns": zeros.clone(), "lengths": zeros.long(), "whole": zeros == 0}
-    if args.stagger_episodes:
-        envs.steps.random_(envs.limit)  # or all would reach the limit at once, again and again
-        at["whole"] = zeros > 0  # these will be cut short, and say nothing about the policy
-    at["t"] = torch.zeros(1, dtype=torch.int64, device=envs.device)
-    row = {"obs": at["obs"], "next_obs": at["obs"], "actions": agent.noise(N), "rewards": zeros}
-    row |= dict.fromkeys(("terminated", "truncated", "ended"), at["whole"])
-    row |= {name: at[name] for name in ("discounted", "returns", "lengths")}
-    return at, Rollout(**{name: x.new_zeros(T, *x.shape) for name, x in row.items()})
+    at |= {"returns": zeros.clone(), "lengths": zeros.long()}
+    if args.stagger_episodes:  # or all would reach the limit at once, again and again
+        envs.steps.random_(envs.limit)
+        at["returns"].fill_(-math.inf)  # these are cut short, and not logged
+    row = [at["obs"], at["obs"], agent.noise(args.num_envs), zeros, zeros == 1, zeros == 1]
+    row += [at[name] for name in ("discounted", "returns", "lengths")]
+    return at, Rollout(*(x.new_zeros(args.num_steps, *x.shape) for x in row))
 
 
 @torch.no_grad()
-def take_step(agent: Agent, envs: DeviceEnvs, at: dict, data: Rollout, args: Args):
-    """Take a step in every environment, going on `at` where the last one led to, and write it into
-    row `t` of the rollout (detail 1). All is done in place: a CUDA graph can hold it."""
-    actions = agent.act(at["obs"], agent.noise(args.num_envs))
-    row = {"obs": at["obs"].clone(), "actions": actions}
-    # clipped to the box (continuous detail 5); copied, as some engines reuse their buffers
-    taken = envs.step(actions.clamp(envs.low, envs.high))
-    obs, reward, row["terminated"], row["truncated"] = (x.clone() for x in taken)
-    row |= {"next_obs": obs, "rewards": reward}
-    over = row["terminated"] | row["truncated"]
-    at["lengths"] += 1
-    at["returns"] += reward
-    at["discounted"].mul_(args.gamma).add_(reward)
-    row |= {name: at[name] for name in ("discounted", "returns", "lengths")}
-    row["ended"] = over & at["whole"]
-    for name, x in row.items():
-        getattr(data, name).index_copy_(0, at["t"], x[None])
-    at["obs"].copy_(torch.where(over[:, None], envs.reset(over), obs))
-    for name in ("discounted", "returns", "lengths"):
-        at[name].masked_fill_(over, 0)
-    at["whole"] |= over
-    at["t"] += 1
-
-
-def rollout(agent: Agent, envs: DeviceEnvs, at: dict, data: Rollout, args: Args, step=take_step):
-    """Fill the rollout: `num_steps` steps in every environment."""
-    at["t"].zero_()
-    for _ in range(args.num_steps):
-        step(agent, envs, at, data, args)
+def rollout(agent: Agent, envs: DeviceEnvs, at: dict, data: Rollout, args: Args):
+    """Fill the rollout with `num_steps` steps in every environment, going on `at` where the last
+    ones led to (detail 1). All is done in place: a CUDA graph can hold it."""
+    for t in range(args.num_steps):
+        actions = agent.act(at["obs"], agent.noise(args.num_envs))
+        # clipped to the box (continuous detail 5); copied, as some engines use their buffers again
+        step = [x.clone() for x in envs.step(actions.clamp(envs.low, envs.high))]
+        next_obs, rewards, terminated, truncated = step
+        at["discounted"].mul_(args.gamma).add_(rewards)
+        at["returns"] += rewards
+        at["lengths"] += 1
+        episode = at["discounted"], at["returns"], at["lengths"]
+        row = at["obs"], next_obs, actions, rewards, terminated, truncated, *episode
+        for field, x in zip(data, row, strict=True):
+            field[t] = x
+        over = terminated | truncated
+        at["obs"].copy_(torch.where(over[:, None], envs.reset(over), next_obs))
+        for x in episode:
+            x.masked_fill_(over, 0)
 
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
@@ -652,8 +561,8 @@ class Run:
         if args.track:
             import wandb  # before the writer, which it follows
 
-            more = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **more)
+            project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **project)
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
         self.global_step, self.iteration, seconds, size = checkpoint.get("counters", (0, 0, 0.0, 0))
         self.start = time.monotonic() - seconds
@@ -666,30 +575,23 @@ class Run:
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
-    def log_episodes(self, data: Rollout):
-        """Log the episodes that ended in a rollout: each in the table, their means elsewhere."""
-        rows = data.ended.nonzero(as_tuple=True)
-        columns = rows[0], data.returns[rows], data.lengths[rows]
-        times, returns, lengths = (x.tolist() for x in columns)
-        if not times:
-            return
-        seconds = f"{time.monotonic() - self.start:.2f}"
-        before = self.global_step - data.ended.numel()
-        steps = [before + (t + 1) * self.args.num_envs for t in times]
-        lines = (
-            f"{s},{seconds},{r},{n}\n" for s, r, n in zip(steps, returns, lengths, strict=True)
-        )
-        self.csv.write("".join(lines))
-        mean = np.mean(returns)
-        self.writer.add_scalar("charts/episodic_return", mean, self.global_step)
-        self.writer.add_scalar("charts/episodic_length", np.mean(lengths), self.global_step)
-        means = f"episodes={len(returns)}, mean episodic_return={mean:.4f}"
-        self.bar.write(f"global_step={self.global_step}, {means}")
-
-    def log(self, metrics: dict[str, float]):
+    def log(self, metrics: dict[str, float], data: Rollout):
+        """Log an iteration: each episode that ended in it in the table, and means."""
+        seconds = time.monotonic() - self.start
+        over = (data.terminated | data.truncated) & data.returns.isfinite()
+        steps = self.global_step + (over.nonzero()[:, 0] + 1) * self.args.num_envs
+        returns, lengths = data.returns[over], data.lengths[over]
+        rows = zip(steps.tolist(), returns.tolist(), lengths.tolist(), strict=True)
+        self.csv.write("".join(f"{step},{seconds:.2f},{r},{n}\n" for step, r, n in rows))
         self.iteration += 1
+        self.global_step += self.args.batch_size
+        if len(returns):
+            metrics["charts/episodic_return"] = mean = returns.double().mean().item()
+            metrics["charts/episodic_length"] = lengths.double().mean().item()
+            means = f"episodes={len(returns)}, mean episodic_return={mean:.4f}"
+            self.bar.write(f"global_step={self.global_step}, {means}")
         self.bar.update(self.global_step - self.bar.n)
-        metrics["charts/SPS"] = int(self.global_step / (time.monotonic() - self.start))
+        metrics["charts/SPS"] = int(self.global_step / seconds)
         for tag, value in metrics.items():
             self.writer.add_scalar(tag, value, self.global_step)
 
@@ -710,8 +612,7 @@ def save(run: Run, agent: Agent, envs: DeviceEnvs, at: dict):
     run.writer.flush()
     content = {"args": vars(run.args), "agent": agent.state_dict(), "adam": agent.adam}
     content |= {"envs": envs.state_dict(), "at": at, "rng": torch.get_rng_state()}
-    if envs.device.type == "cuda":
-        content["cuda_rng"] = torch.cuda.get_rng_state()
+    content["cuda_rng"] = torch.cuda.get_rng_state_all()
     seconds = time.monotonic() - run.start
     content["counters"] = run.global_step, run.iteration, seconds, run.csv.tell()
     torch.save(content, run.folder / "checkpoint.pt.tmp")
@@ -742,65 +643,44 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily; `capture_video` records it into its videos/."""
-    torch.set_num_threads(args.num_threads)
-    torch.manual_seed(episode_seed(args.seed, 2**31))
-    env = make_env(args.env_id, args.evaluate / "videos" if args.capture_video else None)
-    (agent, _), returns = load(args.evaluate, env), []
+    """Play the run in `args.evaluate` greedily, in gymnasium's own environment: an independent
+    check; `capture_video` records it into its videos/."""
+    if args.capture_video and sys.platform == "linux":
+        os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
+    env = make_env(args.env_id, **{"render_mode": "rgb_array"} if args.capture_video else {})
+    if args.capture_video:
+        videos = str(args.evaluate / "videos")
+        env = gym.wrappers.RecordVideo(env, videos, lambda _: True, disable_logger=True)
+    (agent, _), box, returns = load(args.evaluate, env), env.action_space, []
     for episode in range(args.eval_episodes):
-        obs, rewards, over = env.reset(torch.ones(1, dtype=torch.bool)), [], False
+        obs, _ = env.reset(seed=episode_seed(args.seed, 2**31, episode))
+        rewards, over = [], False
         while not over:
-            obs, reward, *ends = env.step(agent.act(obs).clamp(env.low, env.high))
-            rewards.append(reward.item())
-            over = any(ends)
+            action = agent.act(obs[None])[0].clip(box.low, box.high)
+            obs, reward, terminated, truncated, _ = env.step(action)
+            rewards.append(reward)
+            over = terminated or truncated
         returns.append(math.fsum(rewards))
         print(f"eval_episode={episode}, episodic_return={returns[-1]:.2f}", flush=True)
-    if isinstance(env, Gymnasium):
-        env.env.close()
+    env.close()
     print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
 
 
 # --- training -------------------------------------------------------------------------------------
-def compile_step(agent: Agent, args: Args):
-    """`minibatch_step` compiled; as it is in a short run, or if no compiler works."""
-    steps = args.num_iterations * args.update_epochs * args.num_minibatches
-    if not args.compile or steps < args.compile_from:
-        return minibatch_step
-    # the shapes and types of an agent do not change, but for the number of rows: no guards
-    options = {"guard_filter_fn": lambda guards: [False] * len(guards), "cpp.vec_isa_ok": True}
-    options |= {"cpp_wrapper": agent.adam["steps"].is_cpu, "triton.cudagraphs": args.cudagraphs}
-    options |= {"cpp.use_decompose_tanh": True}  # by exp: faster
-    try:
-        torch._dynamo.config.trace_autograd_ops = True
-        torch.compile(lambda x: x + 1, options=options)(agent.adam["steps"])
-    except Exception as error:  # whatever a missing, old or broken compiler raises
-        print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
-        return minibatch_step
-    for tensor in agent.adam.values() if args.cudagraphs else ():  # which change these in place
-        torch._dynamo.mark_static_address(tensor, guard=False)
-    torch.compiler.config.dynamic_sources = "L['rows']"  # minibatches of any size, compiled once
-    return torch.compile(minibatch_step, fullgraph=True, options=options)
-
-
 class Recorded:
     """A function whose tensors stay where they are, as a CUDA graph: called as it is three times,
     in which libraries get ready, then recorded, and replayed ever after."""
 
-    def __init__(self, function: Callable):
-        self.function, self.calls = function, 0
-        self.graph, self.stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    def __init__(self, function):
+        self.function, self.calls, self.graph = function, 0, torch.cuda.CUDAGraph()
 
     def __call__(self, *args):
         self.calls += 1
         if self.calls <= 3:
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                result = self.function(*args)
-            torch.cuda.current_stream().wait_stream(self.stream)
-            return result
+            return self.function(*args)
         if self.calls == 4:
-            with torch.cuda.graph(self.graph, stream=self.stream):
+            with torch.cuda.graph(self.graph):
                 self.result = self.function(*args)
         self.graph.replay()
         return self.result
@@ -816,27 +696,21 @@ def train(args: Args) -> Path:
     envs = make_envs(args.env_id, args.num_envs, device)
     torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
     agent = load(args.resume, envs)[0] if args.resume else Agent(envs, args)
-    agent.to(device)
-    agent.adam = flat_adam(agent)
+    agent.adam = flat_adam(agent.to(device))
     agent.adam["learning_rate"] = torch.tensor(args.learning_rate, device=device)
     at, data = start(agent, envs, args)
-    if checkpoint:
-        for name, value in agent.adam.items():
-            value.copy_(checkpoint["adam"][name])
-        for name, value in at.items() if envs.resumable else ():
-            value.copy_(checkpoint["at"][name])
-        if envs.resumable:
-            envs.load_state_dict(checkpoint["envs"])
+    state = {"at": at, "envs": envs.state_dict()} if envs.resumable else {}
+    if args.resume:
+        for part, tensors in (state | {"adam": agent.adam}).items():
+            for name, x in tensors.items():
+                x.copy_(checkpoint[part][name])
         torch.set_rng_state(checkpoint["rng"])
-        if device.type == "cuda" and "cuda_rng" in checkpoint:
-            torch.cuda.set_rng_state(checkpoint["cuda_rng"])
-    step = compile_step(agent, replace(args, cudagraphs=False))
-    record = Recorded if args.cudagraphs and device.type == "cuda" else lambda function: function
-    take = record(take_step) if envs.resumable else take_step
-    learn = record(update)
+        torch.cuda.set_rng_state_all(checkpoint["cuda_rng"][: torch.cuda.device_count()])
+    graphs = args.cudagraphs and device.type == "cuda"
+    collect = Recorded(rollout) if graphs and envs.resumable else rollout
+    learn = Recorded(update) if graphs else update
     run = Run(args, checkpoint)
-    how = f"{device}, {'eager' if step is minibatch_step else 'compiled'}"
-    run.bar.write(f"{args.env_id} on {how}, {args.num_iterations} iterations, in {run.folder}")
+    run.bar.write(f"{args.env_id} on {device}, {args.num_iterations} iterations, in {run.folder}")
     if device.type == "cpu" and isinstance(envs, Warp):
         run.bar.write("on a CPU ppo_continuous_action.py is several times faster")
     stop, status = [], "failed"
@@ -851,11 +725,8 @@ def train(args: Args) -> Path:
     try:
         save(run, agent, envs, at)
         while run.iteration < args.num_iterations and not stop:
-            remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
-            if not args.desired_kl:
-                agent.adam["learning_rate"].fill_(remaining * args.learning_rate)  # detail 4
-            rollout(agent, envs, at, data, args, take)
-            metrics = learn(agent, data, args, step, run.iteration == 0)
+            collect(agent, envs, at, data, args)
+            metrics = learn(agent, data, args, run.iteration == 0)
             # the host waits here, once an iteration
             metrics = dict(zip(metrics, torch.stack([*metrics.values()]).tolist(), strict=True))
             checked = {"observations": data.next_obs, "rewards": data.rewards}
@@ -863,9 +734,7 @@ def train(args: Args) -> Path:
             for name, x in (checked | agent.state_dict()).items():
                 if not torch.as_tensor(x).isfinite().all():
                     raise FloatingPointError(f"iteration {run.iteration}: {name} is not finite")
-            run.global_step += args.batch_size
-            run.log_episodes(data)
-            run.log(metrics)
+            run.log(metrics, data)
             if run.iteration % args.checkpoint_interval == 0:
                 save(run, agent, envs, at)
         save(run, agent, envs, at)
@@ -877,11 +746,12 @@ def train(args: Args) -> Path:
         for number, old in before.items():
             signal.signal(number, old)
     script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
-    folder += f" --env-id {args.env_id}" if ":" in args.env_id else ""  # it must be given again
+    own = f" --env-id {args.env_id}" if ":" in args.env_id else ""  # it must be given again
     if status == "running":
-        print(f"go on with: {script} --resume {folder}")
+        print(f"go on with: {script} --resume {folder}{own}")
         raise SystemExit(128 + stop[0])
-    print(f"return {final} over the last 100 episodes; play: {script} --evaluate {folder}")
+    play = "" if own else f"; play: {script} --evaluate {folder}"
+    print(f"return {final} over the last 100 episodes{play}")
     if args.save_model:
         torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:

@@ -18,7 +18,7 @@ LINES = {
     "ppo_atari_lstm": 582,
     "ppo_procgen": 571,
     "ppo_pettingzoo_ma_atari": 571,
-    "ppo_continuous_action_warp": 894,
+    "ppo_continuous_action_warp": 764,
 }
 EVERY = pytest.mark.parametrize("script", LINES)
 

@@ -77,16 +77,13 @@ def environment():
     _, _, terminated, truncated = envs.step(actions)
     envs.reset(terminated | truncated)
 
-functions = environment, script.take_step, script.update
-environment, take_step, update = map(script.Recorded, functions) if how == "cudagraphs" else functions
-
-def rollout():
-    script.rollout(agent, envs, at, data, args, take_step)
+functions = environment, script.rollout, script.update
+environment, rollout, update = map(script.Recorded, functions) if how == "cudagraphs" else functions
 
 for name, part in {
     "environment": lambda: [environment() for _ in range(args.num_steps)],
-    "and inference": rollout,
-    "everything": lambda: (rollout(), update(agent, data, args)),
+    "and inference": lambda: rollout(agent, envs, at, data, args),
+    "everything": lambda: (rollout(agent, envs, at, data, args), update(agent, data, args)),
 }.items():
     for k in range(25):
         if k == 5:  # warm
