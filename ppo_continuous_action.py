@@ -338,7 +338,7 @@ def minibatch_step(agent: Agent, adam: dict, batch: tuple, rows, learning_rate, 
     vector = adam["parameters"].detach().requires_grad_()
     parts = vector.split([p.numel() for p in agent.parameters()])
     named = zip(agent.named_parameters(), parts, strict=True)
-    views = {name: part.view_as(p) for (name, p), part in named}
+    views = {name: part.view(p.shape) for (name, p), part in named}
 
     def policy(*given):
         return torch.func.functional_call(agent, views, given)
