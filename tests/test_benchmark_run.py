@@ -518,7 +518,7 @@ def test_a_command_can_be_stopped_before_any_job_is_handed_over():
 
 
 def test_ctrl_c_ends_a_command_that_waits_for_another(toy):
-    command = "python toy.py --total-timesteps 40 --tick 0.2"
+    command = "python toy.py --total-timesteps 40 --tick 0.4"
     first = background(command, num_seeds=1)
     wait_for(lambda: lines("starts.txt"))
     second = background(command, num_seeds=1)
