@@ -6,7 +6,7 @@
 """PPO, clipped, for continuous actions, whole on the device: thousands of environments of tensors.
 
 Schulman et al. 2017, https://arxiv.org/abs/1707.06347, as ppo_continuous_action.py, where the
-simulator runs on a GPU. No tensor leaves the device and no host waits inside an iteration:
+simulator runs on a GPU. In an iteration no tensor leaves it and, by --cudagraphs, no host waits:
 
     1. take T steps in each of N environments with a ~ N(mu(s), sigma^2), and start a new episode
        in each row where one ended: every row is learned from
