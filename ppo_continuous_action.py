@@ -334,7 +334,7 @@ def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
 
 
 def minibatch_step(agent: Agent, adam: dict, batch: tuple, rows, learning_rate, args: Args):
-    """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; the metrics."""
+    """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; metrics."""
     vector = adam["parameters"].detach().requires_grad_()
     parts = vector.split([p.numel() for p in agent.parameters()])
     named = zip(agent.named_parameters(), parts, strict=True)
@@ -354,7 +354,7 @@ def minibatch_step(agent: Agent, adam: dict, batch: tuple, rows, learning_rate, 
         mean = adam["exp_avg"] / (1.0 - 0.9 ** adam["steps"])
         square = adam["exp_avg_sq"] / (1.0 - 0.999 ** adam["steps"])
         adam["parameters"] -= learning_rate * mean / (square.sqrt() + 1e-5)
-    return {name: x.detach() for name, x in metrics.items()} | {"grad_norm": norm}
+        return [*metrics, "grad_norm"], torch.stack([*metrics.values(), norm])
 
 
 def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=minibatch_step):
@@ -379,9 +379,9 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
             batch[6:] = [torch.as_tensor(noise).to(actions) * agent.unit]
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
         for minibatch in order.tensor_split(args.num_minibatches):
-            metrics = step(agent, agent.adam, batch, minibatch, learning_rate, args)
-            steps.append(torch.stack([*metrics.values()]))  # a copy: CUDA graphs use theirs again
-        approx_kl = torch.stack(steps[-args.num_minibatches :])[:, [*metrics].index("approx_kl")]
+            names, numbers = step(agent, agent.adam, batch, minibatch, learning_rate, args)
+            steps.append(numbers.clone())  # CUDA graphs write into theirs again
+        approx_kl = torch.stack(steps[-args.num_minibatches :])[:, names.index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
     if not first:
@@ -389,7 +389,7 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
     means = torch.stack(steps).mean(dim=0).tolist()
     advantages, returns = batch[3][rows], batch[4][rows]  # R - V and R
     unexplained = advantages.var() / returns.var().clamp(min=1e-12)
-    metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
+    metrics = {f"losses/{name}": mean for name, mean in zip(names, means, strict=True)}
     metrics["charts/policy_std"] = (agent.actor_logstd.exp() * agent.unit).mean().item()
     return metrics | {"losses/explained_variance": 1.0 - unexplained.item()}
 
@@ -534,11 +534,10 @@ def compile_step(agent: Agent, args: Args):
     steps = args.num_iterations * args.update_epochs * args.num_minibatches
     if not args.compile or steps < args.compile_from:
         return minibatch_step
-    # the shapes and types of an agent do not change, but for the number of rows: no guards
-    options = {"guard_filter_fn": lambda guards: [False] * len(guards), "cpp.vec_isa_ok": True}
-    options |= {"cpp_wrapper": agent.adam["steps"].is_cpu, "triton.cudagraphs": args.cudagraphs}
-    options |= {"cpp.use_decompose_tanh": True}  # by exp: faster
+    options = {"cpp_wrapper": agent.adam["steps"].is_cpu, "triton.cudagraphs": args.cudagraphs}
+    options |= {"cpp.vec_isa_ok": True, "cpp.use_decompose_tanh": True}  # starts, and runs, faster
     try:
+        torch.compiler.reset()  # of another agent in this process
         torch._dynamo.config.trace_autograd_ops = True
         torch.compile(lambda x: x + 1, options=options)(agent.adam["steps"])
     except Exception as error:  # whatever a missing, old or broken compiler raises
@@ -546,7 +545,9 @@ def compile_step(agent: Agent, args: Args):
         return minibatch_step
     for tensor in agent.adam.values() if args.cudagraphs else ():  # which change these in place
         torch._dynamo.mark_static_address(tensor, guard=False)
-    torch.compiler.config.dynamic_sources = "L['rows']"  # minibatches of any size, compiled once
+    # the shapes and types of an agent do not change, but for the number of rows: no guards
+    options["guard_filter_fn"] = lambda guards: [False] * len(guards)
+    torch.compiler.config.dynamic_sources = "L['rows']"
     return torch.compile(minibatch_step, fullgraph=True, options=options)
 
 

@@ -444,7 +444,7 @@ def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
 
 
 def minibatch_step(agent: Agent, adam: dict, batch: tuple, rows, learning_rate, args: Args):
-    """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; the metrics."""
+    """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; metrics."""
     vector = adam["parameters"].detach().requires_grad_()
     parts = vector.split([p.numel() for p in agent.parameters()])
     named = zip(agent.named_parameters(), parts, strict=True)
@@ -464,7 +464,7 @@ def minibatch_step(agent: Agent, adam: dict, batch: tuple, rows, learning_rate, 
         mean = adam["exp_avg"] / (1.0 - 0.9 ** adam["steps"])
         square = adam["exp_avg_sq"] / (1.0 - 0.999 ** adam["steps"])
         adam["parameters"] -= learning_rate * mean / (square.sqrt() + 1e-5)
-    return {name: x.detach() for name, x in metrics.items()} | {"grad_norm": norm}
+        return [*metrics, "grad_norm"], torch.stack([*metrics.values(), norm])
 
 
 def adapt(learning_rate: torch.Tensor, approx_kl: torch.Tensor, desired_kl: float):
@@ -498,15 +498,15 @@ def update(agent: Agent, data: Rollout, args: Args, first: bool = False):
         order = torch.rand_like(batch[-1]).argsort()
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
         for rows in order.tensor_split(args.num_minibatches):
-            metrics = minibatch_step(agent, agent.adam, batch, rows, learning_rate, args)
-            steps.append(torch.stack([*metrics.values()]))
+            names, numbers = minibatch_step(agent, agent.adam, batch, rows, learning_rate, args)
+            steps.append(numbers)
             if args.desired_kl and len(steps) > 1:  # at the first one nothing has moved yet
-                adapt(learning_rate, metrics["approx_kl"], args.desired_kl)
+                adapt(learning_rate, numbers[names.index("approx_kl")], args.desired_kl)
     if not first:
         agent.obs_moments.update(seen)
     means = torch.stack(steps).mean(dim=0).unbind()
     unexplained = (returns - values).var(correction=0) / returns.var(correction=0).clamp(min=1e-12)
-    metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
+    metrics = {f"losses/{name}": mean for name, mean in zip(names, means, strict=True)}
     metrics["charts/policy_std"] = (agent.actor_logstd.detach().exp() * agent.unit).mean()
     metrics["charts/learning_rate"] = learning_rate
     return metrics | {"losses/explained_variance": 1.0 - unexplained}

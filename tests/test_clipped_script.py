@@ -425,6 +425,23 @@ def test_short_runs_are_not_compiled(script, tmp_path, monkeypatch, capsys):
     assert "--compile" not in capsys.readouterr().out  # nor tried to
 
 
+def test_a_compiled_step_is_called_without_guards(script, monkeypatch):
+    """They cost 40 us of 220. torch.compile takes the filter out of the options it is given: in
+    options that were used before there is none."""
+    filters = {}
+
+    def spy(function, options, **given):
+        filters[function] = options.pop("guard_filter_fn", None)  # as torch does
+        return function
+
+    monkeypatch.setattr(torch, "compile", spy)
+    agent = script.Agent(script.make_env(script.Args.env_id))
+    agent.adam = script.flat_adam(agent)
+    step = script.compile_step(agent, script.Args(compile_from=0))
+    assert step is script.minibatch_step
+    assert filters[step](["guard", "guard"]) == [False, False]
+
+
 def check_compiled_is_eager(script, folder: Path, monkeypatch, flags: str):
     """Minibatches of two sizes, junk rows, and values that are clipped or not."""
     plain, steps = script.compile_step, []

@@ -195,7 +195,7 @@ def captured(alpha, **more):
         _, metrics = ppo_continuous_action.ppo_loss(agent, args, *[x[rows] for x in batch])
         metrics = {name: x.detach() for name, x in metrics.items()}
         calls.append((list(batch), rows, metrics))
-        return metrics
+        return list(metrics), torch.stack(list(metrics.values()))
 
     ppo_continuous_action.update(agent, data, 0.0, args, step)
     return agent, calls
