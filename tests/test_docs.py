@@ -116,3 +116,19 @@ def test_result_tables_by_hand():
         assert row[5] == f"{np.mean(inside):,.0f}"
         played = json.loads((folder / f"{run}.json").read_text())["evaluation"]
         assert row[7] == f"{np.mean(played):,.0f}"
+
+
+def test_coadys_tables_by_hand():
+    folder = RESULTS / "HalfCheetah-v4" / "ppo_kl_adaptive"
+    firsts, highest = [], []
+    for seed in range(1, 6):
+        with gzip.open(folder / f"default-s{seed}.csv.gz", "rt") as file:
+            returns = [float(line.split(",")[2]) for line in list(file)[1:]]
+        means = {k: sum(returns[k - 5 : k]) / 5 for k in range(5, len(returns) + 1)}
+        firsts.append(next((f"{k:,}" for k in means if means[k] >= 4700), "-"))
+        highest.append(f"{max(means.values()):,.0f}")
+    assert firsts.count("-") == 4
+    row = cells("coady-episodes", "HalfCheetah-v4, 4,700")
+    assert row[1:4] == [", ".join(firsts), "1,966", "20,785"]
+    row = cells("coady-best", "HalfCheetah-v4")
+    assert row[1:3] + row[-1:] == [", ".join(highest), "5,363", "1,000 to 3,000"]

@@ -247,6 +247,29 @@ def kl_results() -> str:
     return table(header, [*rows, cells])
 
 
+def coady(prefix: str) -> str:
+    """Table 1 of "AI Gym Workout", episodes until the mean of five is at a threshold or, by the
+    prefix "best_", table 2, the highest such mean; beside them each seed of our longest runs."""
+    rows = []
+    for row in data.read_csv(RESULTS.parent / "coady.csv"):
+        both = [curves.runs(row["env_id"], "ppo_kl_adaptive", name) for name in ("default", "1M")]
+        found = max(both, key=lambda runs: max((len(run.returns) for run in runs), default=0))
+        episodes, own = [len(run.returns) for run in found], []
+        for run, count in zip(found, episodes, strict=True):
+            best = stats.running_mean(run.returns, 5)[4:].max()
+            at = np.arange(1, count + 1), run.returns, row["threshold"]
+            reached = stats.first_reach(*at, games=5, least=5)
+            own.append(number(best) if prefix else f"{reached:,.0f}".replace("inf", "-"))
+        goal = "" if prefix else f", {row['threshold']:,}"
+        others = (row[prefix + name] or "" for name in ("ppo", "q_prop", "trpo", "ddpg"))
+        cells = [row["env_id"] + goal, ", ".join(own)]
+        cells += [x if isinstance(x, str) else f"{x:,}" for x in others]
+        ran = f"{min(episodes):,} to {max(episodes):,}" if episodes else "not run"
+        rows.append([*cells, ran.removeprefix(f"{max(episodes, default=0):,} to ")])
+    header = f"environment{'' if prefix else ', threshold'} | each seed | the post, one run "
+    return table(header + "| Q-Prop | TRPO | DDPG | episodes that ours ran", rows)
+
+
 # --- Atari ----------------------------------------------------------------------------------------
 
 
@@ -398,6 +421,7 @@ BLOCKS = {
         kl_speed, atari_speed,
     )
 }  # fmt: skip
+BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
 BLOCKS |= {
     f"{make.__name__.replace('_', '-')}-{metric}": partial(make, metric)
     for make in (each_environment, all_environments, each_change)
