@@ -1,0 +1,113 @@
+"""The changes of ppo_continuous_action.py that benchmark/published/what_matters.sh compares."""
+
+import importlib.util
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import ppo_continuous_action as script
+from benchmark.published import change
+
+PATCHES = sorted(path.stem for path in (change.HERE / "changes").glob("*.patch"))
+FLAGS = (
+    "--env-id Pendulum-v1 --num-steps 256 --num-minibatches 4 --total-timesteps 768 --no-compile "
+    "--no-cuda --log-std-init -2 --checkpoint-interval 1"
+)
+
+
+def module(names: str, folder):
+    path = change.changed(names, folder)
+    spec = importlib.util.spec_from_file_location(f"changed_{folder.name}", path)
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = made  # where dataclasses look
+    spec.loader.exec_module(made)
+    return made
+
+
+def train(of, folder) -> dict:
+    of.train(of.parse_args([*FLAGS.split(), "--run-dir", str(folder / "run")]))
+    return of.load(folder / "run")[0].state_dict()
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory):
+    return train(script, tmp_path_factory.mktemp("unchanged"))
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_each_change_changes_what_is_learned(name, unchanged, tmp_path):
+    made = train(module(name, tmp_path), tmp_path)
+    assert all(x.isfinite().all() for x in made.values())
+    first = "actor_mean.0.weight"
+    assert made[first].shape == unchanged[first].shape
+    if name == "kl-rate":  # 1.5 or 1/1.5 an iteration, or 1, between a tenth and ten
+        factor = made["rate"].item()
+        assert min(abs(factor - 1.5**k) for k in range(-3, 4)) < 1e-5 and factor != 1.0
+    assert not torch.equal(made[first], unchanged[first])
+
+
+def test_two_changes_at_once(tmp_path):
+    text = change.changed("floor-0.01+layer-norm", tmp_path).read_text()
+    assert text.count("var + 1e-2") == 2 and text.count("LayerNorm(64)") == 1
+    with pytest.raises(SystemExit, match=r"nonsense: not among .*floor-0\.01, "):
+        change.changed("nonsense", tmp_path)
+
+
+def agent_of(made, env_id: str = "HalfCheetah-v4"):
+    args = made.Args(env_id=env_id)
+    return made.Agent(made.make_env(env_id), args), args
+
+
+def test_floors_are_those_of_torch_and_numpy(tmp_path):
+    agent, _ = agent_of(module("floor-0.1", tmp_path))
+    agent.obs_moments.var.fill_(0.15)
+    obs = np.full((1, 17), 0.5, np.float32)
+    assert agent.normalize(torch.tensor(obs))[0, 0].item() == pytest.approx(1.0)
+    expected = agent.origin + agent.unit * agent.actor_mean(torch.ones(1, 17))
+    np.testing.assert_allclose(agent.act(obs), expected.detach(), atol=1e-6)
+
+
+def test_deviations_by_state(tmp_path):
+    """What acts in numpy is what is learned: the noise of a sample is that of its probability."""
+    agent, _ = agent_of(module("state-std", tmp_path))
+    torch.nn.init.normal_(agent.actor_mean[-1].weight, std=0.1)
+    obs = np.random.default_rng(0).normal(size=(5, 17)).astype(np.float32)
+    mean, sample = agent.act(obs), agent.act(obs, np.ones((5, 6), np.float32))
+    std = torch.tensor(sample - mean)
+    assert std.std(dim=0).min() > 0.001
+    _, logprob, _, _ = agent(torch.tensor(obs), torch.tensor(sample))
+    normal = torch.distributions.Normal(torch.tensor(mean), std)
+    torch.testing.assert_close(
+        logprob, normal.log_prob(torch.tensor(sample)).sum(-1), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_pink_noise(tmp_path):
+    """Of deviation 1, and alike from step to step: white noise has no such correlation."""
+    agent, _ = agent_of(module("pink-noise", tmp_path))
+    noise = agent.noise(4096, 2)
+    assert noise.shape == (4096, 2, 6) and noise.dtype == np.float32
+    assert noise.std() == pytest.approx(1.0, abs=0.02)
+    assert 0.15 < np.mean(noise[1:] * noise[:-1]) < 0.45
+
+
+def test_value_epochs_move_the_critic_alone(tmp_path, monkeypatch):
+    made = module("value-epochs", tmp_path)
+    seen, plain = [], made.minibatch_step
+
+    def step(agent, *given):
+        result = plain(agent, *given)
+        seen.append((agent.actor_mean[0].weight.clone(), agent.critic[0].weight.clone()))
+        return result
+
+    monkeypatch.setattr(made, "minibatch_step", step)
+    monkeypatch.setattr(made, "compile_step", lambda agent, args: step)
+    args = made.parse_args([*FLAGS.split(), "--total-timesteps", "256", "--update-epochs", "2"])
+    args.run_dir = tmp_path / "run"
+    made.train(args)
+    assert len(seen) == 4 * 4
+    actors, critics = zip(*seen, strict=True)
+    assert all(torch.equal(x, actors[7]) for x in actors[8:])
+    assert not torch.equal(actors[6], actors[7]) and not torch.equal(critics[-2], critics[-1])
