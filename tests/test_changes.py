@@ -1,7 +1,7 @@
 """The changes of ppo_continuous_action.py that benchmark/published/what_matters.sh compares."""
 
-import importlib.util
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,15 +17,6 @@ FLAGS = (
 )
 
 
-def module(names: str, folder):
-    path = change.changed(names, folder)
-    spec = importlib.util.spec_from_file_location(f"changed_{folder.name}", path)
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = made  # where dataclasses look
-    spec.loader.exec_module(made)
-    return made
-
-
 def train(of, folder) -> dict:
     of.train(of.parse_args([*FLAGS.split(), "--run-dir", str(folder / "run")]))
     return of.load(folder / "run")[0].state_dict()
@@ -38,7 +29,7 @@ def unchanged(tmp_path_factory):
 
 @pytest.mark.parametrize("name", PATCHES)
 def test_each_change_changes_what_is_learned(name, unchanged, tmp_path):
-    made = train(module(name, tmp_path), tmp_path)
+    made = train(change.changed(name), tmp_path)
     assert all(x.isfinite().all() for x in made.values())
     first = "actor_mean.0.weight"
     assert made[first].shape == unchanged[first].shape
@@ -48,11 +39,25 @@ def test_each_change_changes_what_is_learned(name, unchanged, tmp_path):
     assert not torch.equal(made[first], unchanged[first])
 
 
-def test_two_changes_at_once(tmp_path):
-    text = change.changed("floor-0.01+layer-norm", tmp_path).read_text()
+def test_two_changes_at_once():
+    text = Path(change.changed("floor-0.01+layer-norm").__file__).read_text()
     assert text.count("var + 1e-2") == 2 and text.count("LayerNorm(64)") == 1
     with pytest.raises(SystemExit, match=r"nonsense: not among .*floor-0\.01, "):
-        change.changed("nonsense", tmp_path)
+        change.changed("nonsense")
+
+
+def test_a_run_knows_its_changes(tmp_path, monkeypatch, capsys):
+    """Played with the network it learned with; the script alone says that it does not fit."""
+    run = str(tmp_path / "run")
+    monkeypatch.setattr(sys, "argv", ["change.py", "layer-norm", *FLAGS.split(), "--run-dir", run])
+    change.main()
+    assert f"play: python change.py --evaluate {run}\n" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["change.py", "--evaluate", run, "--eval-episodes", "2"])
+    change.main()
+    assert "greedy, 2 episodes: -" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        script.load(run)
+    assert "does not fit the environment: Error(s) in loading" in capsys.readouterr().err
 
 
 def agent_of(made, env_id: str = "HalfCheetah-v4"):
@@ -60,8 +65,8 @@ def agent_of(made, env_id: str = "HalfCheetah-v4"):
     return made.Agent(made.make_env(env_id), args), args
 
 
-def test_floors_are_those_of_torch_and_numpy(tmp_path):
-    agent, _ = agent_of(module("floor-0.1", tmp_path))
+def test_floors_are_those_of_torch_and_numpy():
+    agent, _ = agent_of(change.changed("floor-0.1"))
     agent.obs_moments.var.fill_(0.15)
     obs = np.full((1, 17), 0.5, np.float32)
     assert agent.normalize(torch.tensor(obs))[0, 0].item() == pytest.approx(1.0)
@@ -69,9 +74,9 @@ def test_floors_are_those_of_torch_and_numpy(tmp_path):
     np.testing.assert_allclose(agent.act(obs), expected.detach(), atol=1e-6)
 
 
-def test_deviations_by_state(tmp_path):
+def test_deviations_by_state():
     """What acts in numpy is what is learned: the noise of a sample is that of its probability."""
-    agent, _ = agent_of(module("state-std", tmp_path))
+    agent, _ = agent_of(change.changed("state-std"))
     torch.nn.init.normal_(agent.actor_mean[-1].weight, std=0.1)
     obs = np.random.default_rng(0).normal(size=(5, 17)).astype(np.float32)
     mean, sample = agent.act(obs), agent.act(obs, np.ones((5, 6), np.float32))
@@ -84,9 +89,9 @@ def test_deviations_by_state(tmp_path):
     )
 
 
-def test_pink_noise(tmp_path):
+def test_pink_noise():
     """Of deviation 1, and alike from step to step: white noise has no such correlation."""
-    agent, _ = agent_of(module("pink-noise", tmp_path))
+    agent, _ = agent_of(change.changed("pink-noise"))
     noise = agent.noise(4096, 2)
     assert noise.shape == (4096, 2, 6) and noise.dtype == np.float32
     assert noise.std() == pytest.approx(1.0, abs=0.02)
@@ -94,7 +99,7 @@ def test_pink_noise(tmp_path):
 
 
 def test_value_epochs_move_the_critic_alone(tmp_path, monkeypatch):
-    made = module("value-epochs", tmp_path)
+    made = change.changed("value-epochs")
     seen, plain = [], made.minibatch_step
 
     def step(agent, *given):

@@ -1,9 +1,11 @@
-"""ppo_continuous_action.py with changes: `change.py NAME`, or `NAME+NAME`, then its own flags. Each
-is a file of changes/; in a clone, `git apply benchmark/published/changes/NAME.patch` makes it.
+"""ppo_continuous_action.py with changes: `change.py NAME` or `change.py NAME+NAME`, then its own
+flags; later `change.py --resume RUN` or `change.py --evaluate RUN`. Each change is a file of
+changes/; in a clone, `git apply benchmark/published/changes/NAME.patch` makes it.
 """
 
+import importlib.util
+import json
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -14,19 +16,35 @@ HERE = Path(__file__).resolve().parent
 SCRIPT = HERE.parents[1] / "ppo_continuous_action.py"
 
 
-def changed(names: str, folder: Path) -> Path:
-    """A copy of the script with these changes."""
+def changed(names: str):
+    """The script as a module, with these changes."""
     known = {path.stem: path for path in sorted((HERE / "changes").glob("*.patch"))}
     if not set(names.split("+")) <= known.keys():
         raise SystemExit(f"change.py {names}: not among {', '.join(known)}")
+    kept = tempfile.TemporaryDirectory()  # until the program ends: its text is read again
+    folder = Path(kept.name)
     shutil.copy(SCRIPT, folder)
     here = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # not in a clone around it
     for name in names.split("+"):
         subprocess.run(["git", "apply", known[name]], cwd=folder, env=here, check=True)
-    return folder / SCRIPT.name
+    spec = importlib.util.spec_from_file_location(f"changed_{folder.name}", folder / SCRIPT.name)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    module.kept = kept
+    spec.loader.exec_module(module)
+    return module
+
+
+def main():
+    name, *flags = sys.argv[1:] or [""]
+    if name in ("--resume", "--evaluate"):  # a run of this program: its changes are its name
+        run = json.loads((Path(flags[0]) / "run.json").read_text())
+        flags, name = [name, *flags], run["args"]["exp_name"]
+    else:
+        flags += ["--exp-name", name]
+    script = changed(name)
+    args = script.parse_args(flags)
+    (script.evaluate if args.evaluate else script.train)(args)
 
 
 if __name__ == "__main__":
-    names = sys.argv.pop(1) if len(sys.argv) > 1 else ""
-    with tempfile.TemporaryDirectory() as folder:
-        runpy.run_path(str(changed(names, Path(folder))), run_name="__main__")
+    main()
