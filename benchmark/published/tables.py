@@ -53,6 +53,19 @@ def clipped_results() -> str:
     return table(" | ".join([header, *(f"elsewhere, {name}" for name in curves.ELSEWHERE)]), rows)
 
 
+def rpo() -> str:
+    """Final policies of ppo_continuous_action.py by --rpo-alpha, 1M steps."""
+    mujoco = "HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Ant-v4"
+    names = [*mujoco, *sorted(path.name for path in RESULTS.glob("dm_control-*"))]
+    alphas, rows = ("0", "0.01", "0.1", "0.5"), []
+    for name in names:
+        settings = ["default" if name in mujoco else "rpo-0", *(f"rpo-{x}" for x in alphas[1:])]
+        found = [curves.runs(name, "ppo_continuous_action", setting) for setting in settings]
+        scores = [f"{by_seed(runs)} ({len(runs)})" if runs else "not run" for runs in found]
+        rows.append([name.replace("dm_control-", "dm_control/"), *scores])
+    return table(" | ".join(["environment", *(f"alpha {x} (seeds)" for x in alphas)]), rows)
+
+
 # --- three scripts, eight environments ------------------------------------------------------------
 
 
@@ -416,7 +429,7 @@ def atari_speed() -> str:
 BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
-        scores, speeds, clipped_results, head_to_head, ablations, cma_results, humanoid,
+        scores, speeds, clipped_results, rpo, head_to_head, ablations, cma_results, humanoid,
         kl_results, atari_results, clipped_speed, growth_environments, growth_minibatches,
         kl_speed, atari_speed,
     )
