@@ -313,9 +313,8 @@ def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
 def minibatch_step(agent: Agent, adam: dict, batch: tuple, rows, learning_rate, args: Args):
     """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; metrics."""
     vector = adam["parameters"].detach().requires_grad_()
-    parts = vector.split([p.numel() for p in agent.parameters()])
-    named = zip(agent.named_parameters(), parts, strict=True)
-    views = {name: part.view(p.shape) for (name, p), part in named}
+    parts = iter(vector.split([p.numel() for p in agent.parameters()]))
+    views = {name: next(parts).view(p.shape) for name, p in agent.named_parameters()}
 
     def policy(*given):
         return torch.func.functional_call(agent, views, given)
@@ -356,8 +355,7 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
     means = torch.stack(steps).mean(dim=0).tolist()
-    advantages, returns = batch[3][rows], batch[4][rows]  # R - V and R
-    unexplained = advantages.var() / returns.var().clamp(min=1e-12)
+    unexplained = batch[3][rows].var() / batch[4][rows].var().clamp(min=1e-12)  # of R - V and R
     metrics = {f"losses/{name}": mean for name, mean in zip(names, means, strict=True)}
     return metrics | {"losses/explained_variance": 1.0 - unexplained.item()}
 
@@ -373,9 +371,8 @@ def rollout(agent: Agent, envs: list[Episodes], run: "Run", args: Args) -> Rollo
         valid[t] = going = [not env.over for env in envs]
         run.global_step += sum(going)
         actions.append(act(obs[t], noise[t]))
-        for i, env in enumerate(envs):
-            step = env.step(actions[t][i])
-            obs[t + 1, i], rewards[t, i], terminated[t, i], truncated[t, i], _ = step
+        for i, (env, action) in enumerate(zip(envs, actions[t], strict=True)):
+            obs[t + 1, i], rewards[t, i], terminated[t, i], truncated[t, i], _ = env.step(action)
             if env.over:
                 run.log_episode(run.global_step, math.fsum(env.rewards), len(env.rewards))
     return Rollout(obs, np.stack(actions), rewards, terminated, truncated, valid)
@@ -436,12 +433,11 @@ class Run:
 def save(run: Run, agent: Agent, envs: list[Episodes]):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    content = {"args": vars(run.args), "agent": agent.state_dict(), "adam": agent.adam}
-    content |= {"rng": agent.rng.bit_generator.state, "episodes": [env.episode for env in envs]}
-    content["actions"] = [torch.tensor(np.array(env.actions)) for env in envs]
-    seconds = time.monotonic() - run.start
-    content["counters"] = run.global_step, run.iteration, seconds, run.csv.tell()
-    torch.save(content, run.folder / "checkpoint.pt.tmp")
+    state = {"args": vars(run.args), "agent": agent.state_dict(), "adam": agent.adam}
+    state |= {"rng": agent.rng.bit_generator.state, "episodes": [env.episode for env in envs]}
+    state["actions"] = [torch.tensor(np.array(env.actions)) for env in envs]
+    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.csv.tell()
+    torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
 

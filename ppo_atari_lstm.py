@@ -452,11 +452,10 @@ class Run:
 def save(run: Run, agent: Agent):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    content = {"args": vars(run.args), "agent": agent.state_dict()}
-    content["optimizer"] = agent.adam.state_dict()
-    seconds = time.monotonic() - run.start
-    content["counters"] = run.global_step, run.iteration, seconds, run.csv.tell()
-    torch.save(content, run.folder / "checkpoint.pt.tmp")
+    state = {"args": vars(run.args), "agent": agent.state_dict()}
+    state["optimizer"] = agent.adam.state_dict()
+    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.csv.tell()
+    torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
 

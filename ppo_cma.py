@@ -555,10 +555,9 @@ class Run:
 def save(run: Run, agent: Agent, envs: list[Episodes]):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    content = {"args": vars(run.args), "episodes": [env.episode for env in envs]}  # none is running
-    seconds = time.monotonic() - run.start
-    content["counters"] = run.global_step, run.iteration, seconds, run.csv.tell()
-    torch.save(content | agent.training_state(), run.folder / "checkpoint.pt.tmp")
+    state = {"args": vars(run.args), "episodes": [env.episode for env in envs]}  # none is running
+    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.csv.tell()
+    torch.save(state | agent.training_state(), run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
 

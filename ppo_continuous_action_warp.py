@@ -446,9 +446,8 @@ def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
 def minibatch_step(agent: Agent, adam: dict, batch: tuple, rows, learning_rate, args: Args):
     """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; metrics."""
     vector = adam["parameters"].detach().requires_grad_()
-    parts = vector.split([p.numel() for p in agent.parameters()])
-    named = zip(agent.named_parameters(), parts, strict=True)
-    views = {name: part.view(p.shape) for (name, p), part in named}
+    parts = iter(vector.split([p.numel() for p in agent.parameters()]))
+    views = {name: next(parts).view(p.shape) for name, p in agent.named_parameters()}
 
     def policy(*given):
         return torch.func.functional_call(agent, views, given)
@@ -610,12 +609,11 @@ class Run:
 def save(run: Run, agent: Agent, envs: DeviceEnvs, at: dict):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    content = {"args": vars(run.args), "agent": agent.state_dict(), "adam": agent.adam}
-    content |= {"envs": envs.state_dict(), "at": at, "rng": torch.get_rng_state()}
-    content["cuda_rng"] = torch.cuda.get_rng_state_all()
-    seconds = time.monotonic() - run.start
-    content["counters"] = run.global_step, run.iteration, seconds, run.csv.tell()
-    torch.save(content, run.folder / "checkpoint.pt.tmp")
+    state = {"args": vars(run.args), "agent": agent.state_dict(), "adam": agent.adam}
+    state |= {"envs": envs.state_dict(), "at": at, "rng": torch.get_rng_state()}
+    state["cuda_rng"] = torch.cuda.get_rng_state_all()
+    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.csv.tell()
+    torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
 

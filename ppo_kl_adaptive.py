@@ -578,14 +578,13 @@ class Run:
 def save(run: Run, agent: Agent, envs: list[Episodes]):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    content = {"args": vars(run.args), "agent": agent.state_dict(), "replay": agent.replay}
-    content["optimizers"] = {k: x.state_dict()["state"] for k, x in agent.optimizers.items()}
-    content["servo"] = {"beta": agent.servo.beta, "lr_multiplier": agent.servo.lr_multiplier}
+    state = {"args": vars(run.args), "agent": agent.state_dict(), "replay": agent.replay}
+    state["optimizers"] = {k: x.state_dict()["state"] for k, x in agent.optimizers.items()}
+    state["servo"] = {"beta": agent.servo.beta, "lr_multiplier": agent.servo.lr_multiplier}
     # no episode is running between iterations
-    content |= {"rng": agent.rng.bit_generator.state, "episodes": [env.episode for env in envs]}
-    seconds = time.monotonic() - run.start
-    content["counters"] = run.global_step, run.iteration, seconds, run.csv.tell()
-    torch.save(content, run.folder / "checkpoint.pt.tmp")
+    state |= {"rng": agent.rng.bit_generator.state, "episodes": [env.episode for env in envs]}
+    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.csv.tell()
+    torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
 

@@ -323,8 +323,7 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
     means = torch.stack(steps).mean(dim=0).tolist()
-    advantages, returns = batch[3][rows], batch[4][rows]  # R - V and R
-    unexplained = advantages.var() / returns.var().clamp(min=1e-12)
+    unexplained = batch[3][rows].var() / batch[4][rows].var().clamp(min=1e-12)  # of R - V and R
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
     return metrics | {"losses/explained_variance": 1.0 - unexplained.item()}
 
@@ -426,11 +425,10 @@ class Run:
 def save(run: Run, agent: Agent):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    content = {"args": vars(run.args), "agent": agent.state_dict()}
-    content["optimizer"] = agent.adam.state_dict()
-    seconds = time.monotonic() - run.start
-    content["counters"] = run.global_step, run.iteration, seconds, run.csv.tell()
-    torch.save(content, run.folder / "checkpoint.pt.tmp")
+    state = {"args": vars(run.args), "agent": agent.state_dict()}
+    state["optimizer"] = agent.adam.state_dict()
+    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.csv.tell()
+    torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
 
