@@ -286,13 +286,13 @@ def coady(prefix: str) -> str:
 # --- Atari ----------------------------------------------------------------------------------------
 
 
-def games() -> list[data.Run]:
-    return [run for name in curves.GOALS for run in curves.runs(name, "ppo_atari_multigpu")]
+def games(script: str = "ppo_atari_multigpu") -> list[data.Run]:
+    return [run for name in curves.GOALS for run in curves.runs(name, script)]
 
 
-def atari_results() -> str:
+def atari_results(script: str = "ppo_atari_multigpu") -> str:
     rows = []
-    for run in games():
+    for run in games(script):
         cells = [f"{run.env_id}, seed {run.seed}", f"{run.steps[-1] / 1e6:.2f}M, {run.hours:.1f}"]
         cells += [f"**{run.score(metric):.1f}**" for metric in ("training", "evaluation")]
         for goal in curves.GOALS[run.env_id]:
@@ -435,6 +435,7 @@ BLOCKS = {
     )
 }  # fmt: skip
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
+BLOCKS["lstm-results"] = partial(atari_results, "ppo_atari_lstm")
 BLOCKS |= {
     f"{make.__name__.replace('_', '-')}-{metric}": partial(make, metric)
     for make in (each_environment, all_environments, each_change)
