@@ -426,7 +426,7 @@ def test_short_runs_are_not_compiled(script, tmp_path, monkeypatch, capsys):
 
 
 def test_a_compiled_step_is_called_without_guards(script, monkeypatch):
-    """They cost 40 us of 220. torch.compile takes the filter out of the options it is given: in
+    """They cost 40 us of 260. torch.compile takes the filter out of the options it is given: in
     options that were used before there is none."""
     filters = {}
 

@@ -277,8 +277,8 @@ def coady(prefix: str) -> str:
         others = (row[prefix + name] or "" for name in ("ppo", "q_prop", "trpo", "ddpg"))
         cells = [row["env_id"] + goal, ", ".join(own)]
         cells += [x if isinstance(x, str) else f"{x:,}" for x in others]
-        ran = f"{min(episodes):,} to {max(episodes):,}" if episodes else "not run"
-        rows.append([*cells, ran.removeprefix(f"{max(episodes, default=0):,} to ")])
+        ran = dict.fromkeys(f"{end(episodes):,}" for end in (min, max)) if episodes else ["not run"]
+        rows.append([*cells, " to ".join(ran)])
     header = f"environment{'' if prefix else ', threshold'} | each seed | the post, one run "
     return table(header + "| Q-Prop | TRPO | DDPG | episodes that ours ran", rows)
 
