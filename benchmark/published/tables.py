@@ -33,17 +33,13 @@ def length(steps: int) -> str:
     return f"{steps / 1e6:g}M" if steps >= 1e6 else f"{steps // 1000}k"
 
 
-def trained_for(runs: list[data.Run]) -> int:
-    return runs[0].info["args"]["total_timesteps"]
-
-
 def clipped_results() -> str:
     header = "environment, steps | final policy | training | final policy at CleanRL's settings "
     header += "| training there"
     rows = []
     for env_id, script in curves.CLIPPED.items():
         own, cleanrl = (curves.runs(env_id, script, variant) for variant in curves.VARIANTS)
-        steps = trained_for(own)
+        steps = own[0].info["args"]["total_timesteps"]
         name = f"{env_id}, {length(steps)}" + f" ({len(own)} seeds)" * (len(own) != 5)
         there = by_seed(cleanrl) + f" ({plural(len(cleanrl))})" * bool(cleanrl)
         cells = [name, bold(by_seed(own)), by_seed(own, "training"), there]
@@ -64,6 +60,18 @@ def rpo() -> str:
         scores = [f"{by_seed(runs)} ({len(runs)})" if runs else "not run" for runs in found]
         rows.append([name.replace("dm_control-", "dm_control/"), *scores])
     return table(" | ".join(["environment", *(f"alpha {x} (seeds)" for x in alphas)]), rows)
+
+
+def bootstrap() -> str:
+    """Scores of bootstrap.py: mean and range of the seeds."""
+    found, cells = data.read_csv(RESULTS / "bootstrap.csv"), {}
+    for row in found:
+        cells.setdefault(row["rule"], {}).setdefault(row["limit"], []).append(row["score"])
+    rows = [
+        [rule, *(f"{np.mean(x):,.0f} ({min(x):,.0f} to {max(x):,.0f})" for x in by_limit.values())]
+        for rule, by_limit in cells.items()
+    ]
+    return table("what follows the last step | limit 200 | limit 20", rows)
 
 
 # --- three scripts, eight environments ------------------------------------------------------------
@@ -127,7 +135,7 @@ def scores() -> str:
     rows.append(["Humanoid-v4, 10M", seeds, by_seed(clipped), "", by_seed(cma)])
     for env_id in ("CartPole-v1", "Acrobot-v1", "MountainCar-v0"):
         found = curves.runs(env_id, "ppo")
-        name = f"{env_id}, {length(trained_for(found))}"
+        name = f"{env_id}, {length(found[0].info['args']['total_timesteps'])}"
         rows.append([name, f"{len(found)}, 0, 0", by_seed(found), "", ""])
     for run in games():
         name = f"{run.env_id}, {run.steps[-1] / 1e6:.0f}M"
@@ -186,7 +194,7 @@ def cma_results() -> str:
         ("MountainCarContinuous-v0", "default", car % 4),
     ):
         found = curves.load(env_id, "ppo_cma", variant)
-        most = trained_for([curve.run for curve in found])
+        most = found[0].run.info["args"]["total_timesteps"]
         steps = f"{most / 1e6:.1f}M" if most >= 1e6 else length(most)
         points = [x for x in curves.anchors(env_id) if x.algorithm.startswith("ppo-cma-m")]
         nearest = min(points, key=lambda x: abs(x.steps - most))
@@ -371,30 +379,15 @@ def speeds() -> str:
     return table(header + "| to the bare environment", rows)
 
 
-def growth(flag: str) -> dict[int, dict[str, speed.Summary]]:
-    """The programs at each value of a flag."""
-    rows = [tuple(row.values()) for row in data.read_csv(SPEED / f"{CHEETAH}-{flag}.csv")]
-    return {
-        value: speed.summarise([row[1:] for row in rows if row[0] == value])
-        for value in dict.fromkeys(row[0] for row in rows)
-    }
-
-
-def growth_environments() -> str:
-    found = growth("num-envs")
-    mine = [programs["ppo_continuous_action"] for programs in found.values()]
-    bare = map(ratio, mine, (programs["bare"] for programs in found.values()))
-    header = ["environments (256 steps each, 8 minibatches)", *map(str, found)]
-    rows = [["", *map(rate, mine)], ["to the bare environment", *bare]]
-    return table(" | ".join(header), rows)
-
-
-def growth_minibatches() -> str:
-    found = growth("num-minibatches")
-    mine = [programs["ppo_continuous_action"] for programs in found.values()]
-    sizes = (str(8 * 1024 // number) for number in found)
-    header = " | ".join(["samples a minibatch (8 environments of 1024 steps)", *sizes])
-    return table(header, [["", *map(rate, mine)]])
+def growth(flag: str) -> str:
+    """The clipped script by the values of a flag, one round."""
+    measured = [tuple(row.values()) for row in data.read_csv(SPEED / f"{CHEETAH}-{flag}.csv")]
+    rows = []
+    for value in dict.fromkeys(row[0] for row in measured):
+        found = speed.summarise([row[1:] for row in measured if row[0] == value])
+        mine = found["ppo_continuous_action"]
+        rows.append([value, rate(mine), ratio(mine, found.get("bare"))])
+    return table(f"`--{flag}` | steps per CPU-second | to the bare environment", rows)
 
 
 def kl_speed() -> str:
@@ -430,11 +423,12 @@ BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
         scores, speeds, clipped_results, rpo, head_to_head, ablations, cma_results, humanoid,
-        kl_results, atari_results, clipped_speed, growth_environments, growth_minibatches,
-        kl_speed, atari_speed,
+        kl_results, atari_results, clipped_speed, kl_speed, atari_speed,
+        bootstrap,
     )
 }  # fmt: skip
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
+BLOCKS |= {f"growth-{flag}": partial(growth, flag) for flag in ("num-envs", "num-minibatches")}
 BLOCKS["lstm-results"] = partial(atari_results, "ppo_atari_lstm")
 BLOCKS |= {
     f"{make.__name__.replace('_', '-')}-{metric}": partial(make, metric)
