@@ -13,6 +13,8 @@ bench --num-seeds 10 --env-ids Acrobot-v1 MountainCar-v0 --command "python ppo.p
 taxi=(--num-seeds 3 --eval-episodes 100 --env-ids Taxi-v4)
 bench "${taxi[@]}" --command "python ppo.py"
 bench "${taxi[@]}" --variant no-masks --command "python ppo.py --no-action-masks"
+bench "${taxi[@]}" MountainCar-v0 --variant no-clip-vloss --command "python ppo.py --no-clip-vloss"
+bench "${taxi[@]}" --variant 8-envs --command "python ppo.py --no-clip-vloss --num-envs 8"
 
 # CleanRL's own settings, where this project's defaults differ
 discrete="--learning-rate 2.5e-4 --update-epochs 4"
