@@ -60,7 +60,7 @@ def results(script: str) -> str:
     """A table of a script's committed runs: a row per environment, setting and length."""
     groups = {}
     for run in data.find([RESULTS]):
-        if run.script == script and run.status == "finished":
+        if run.script == script and run.status == "finished" and "study" not in run.variant:
             groups.setdefault((run.env_id, run.variant, run.budget), []).append(run)
     rows = []
     for (env_id, setting, _), runs in groups.items():

@@ -147,40 +147,26 @@ def scores() -> str:
 # --- PPO-CMA --------------------------------------------------------------------------------------
 
 
-def verdicts(metric: str) -> list[list[str]]:
+def ablations(whole: str, changes: dict[str, str], env_ids: tuple[str, ...], metric: str) -> str:
     """A row for the whole and one per change: seeds, scores, P with its interval, p and verdict
     over the environments that the change was run on."""
-    groups = curves.committed((curves.WHOLE, *curves.CHANGES), curves.ABLATED)
+    groups = curves.committed((whole, *changes), env_ids)
     found, rows = {(g.algorithm, g.env_id): g.scores(metric) for g in groups}, []
-    for name in (curves.WHOLE, *curves.CHANGES):
-        scores = [found.get((name, env_id), np.empty(0)) for env_id in curves.ABLATED]
-        both = [env_id for env_id, own in zip(curves.ABLATED, scores, strict=True) if len(own)]
+    for name in (whole, *changes):
+        scores = [found.get((name, env_id), np.empty(0)) for env_id in env_ids]
+        both = [env_id for env_id, own in zip(env_ids, scores, strict=True) if len(own)]
         if not both:
             continue
         seeds = ", ".join(str(len(x)) for x in scores)
-        cells = [name.removesuffix(" 1M"), curves.CHANGES.get(name, ""), seeds]
-        cells += map(estimate, scores)
-        if name == curves.WHOLE:
+        cells = [changes.get(name, "none"), seeds, *map(estimate, scores)]
+        if name == whole:
             rows.append([*cells, "", "", ""])
             continue
-        whole, changed = ([found[key, env_id] for env_id in both] for key in (curves.WHOLE, name))
-        probability, low, high, p, verdict = judge(whole, changed)
+        old, new = ([found[key, env_id] for env_id in both] for key in (whole, name))
+        probability, low, high, p, verdict = judge(old, new)
         ends = report.between(low, high, report.ratio)
         rows.append([*cells, f"{probability:.2f} {ends}".rstrip(), f"{p:.2g}", verdict])
-    return rows
-
-
-def ablations() -> str:
-    rows = []
-    for program, change, seeds, *scores, p, _, verdict in verdicts("training"):
-        rows.append([change or f"none: `{program}.py`", seeds, *scores, p, verdict])
-    header = " | ".join(["change", "seeds", *curves.ABLATED, "P(better)", "verdict"])
-    return table(header, rows)
-
-
-def each_change(metric: str) -> str:
-    header = ["program", "change", "seeds", *curves.ABLATED, "P", "p", "verdict"]
-    return table(" | ".join(header), verdicts(metric))
+    return table(" | ".join(["change", "seeds", *env_ids, "P(better)", "p", "verdict"]), rows)
 
 
 def cma_results() -> str:
@@ -422,7 +408,7 @@ def atari_speed() -> str:
 BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
-        scores, speeds, clipped_results, rpo, head_to_head, ablations, cma_results, humanoid,
+        scores, speeds, clipped_results, rpo, head_to_head, cma_results, humanoid,
         kl_results, atari_results, clipped_speed, kl_speed, atari_speed,
         bootstrap,
     )
@@ -432,6 +418,10 @@ BLOCKS |= {f"growth-{flag}": partial(growth, flag) for flag in ("num-envs", "num
 BLOCKS["lstm-results"] = partial(atari_results, "ppo_atari_lstm")
 BLOCKS |= {
     f"{make.__name__.replace('_', '-')}-{metric}": partial(make, metric)
-    for make in (each_environment, all_environments, each_change)
+    for make in (each_environment, all_environments)
     for metric in report.METRICS
 }
+CMA = partial(ablations, curves.WHOLE, curves.CHANGES, curves.ABLATED)
+BLOCKS |= {f"ablations-{metric}": partial(CMA, metric) for metric in report.METRICS}
+STUDY = "ppo_continuous_action study", curves.studied(), curves.STUDIED, "evaluation"
+BLOCKS["what-matters"] = partial(ablations, *STUDY)
