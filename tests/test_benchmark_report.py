@@ -501,18 +501,34 @@ def test_ablations(tmp_path, monkeypatch):
             write_run(tmp_path, env_id, "cma_mean_first", seed, 1000 + seed, variant="1M")
         write_run(tmp_path, "Walker2d-v4", "ppo_cma", seed, 2000 + seed, variant="1M-H5")
     monkeypatch.setattr(curves, "RESULTS", tmp_path)
-    rows = {row[0]: row for row in rows_of(tables.each_change("training"))}
-    assert rows["ppo_cma"][2] == "8, 8"
-    assert rows["ppo_cma"][3].startswith("1,004 [")  # of 1002 to 1005
-    assert rows["ppo_cma 1M-H1"][3].startswith("503.5 [")
-    assert rows["ppo_cma 1M-H1"][5].startswith("0.00 [")
-    assert rows["ppo_cma 1M-H1"][7] == "worse"
-    assert rows["cma_mean_first"][5].startswith("0.50 [")
-    assert rows["cma_mean_first"][7] == "no evidence"
-    assert rows["ppo_cma 1M-H5"][2:4] == ["0, 8", "-"]  # judged where it ran
-    assert rows["ppo_cma 1M-H5"][5].startswith("1.00 [")
-    assert rows["ppo_cma 1M-H5"][7] == "improved"
-    assert curves.CHANGES["ppo_cma 1M-H1"] in rows["ppo_cma 1M-H1"][1]
+    _, _, *rows = rows_of(tables.BLOCKS["ablations-training"]())
+    found = dict(zip(("whole", "H1", "H5", "mean first"), rows, strict=True))
+    assert found["whole"][:2] == ["none", "8, 8"]
+    assert found["whole"][2].startswith("1,004 [")  # of 1002 to 1005
+    assert found["H1"][0] == curves.CHANGES["ppo_cma 1M-H1"]
+    assert found["H1"][2].startswith("503.5 [")
+    assert found["H1"][4].startswith("0.00 [")
+    assert found["H1"][6] == "worse"
+    assert found["mean first"][4].startswith("0.50 [")
+    assert found["mean first"][6] == "no evidence"
+    assert found["H5"][1:3] == ["0, 8", "-"]  # judged where it ran
+    assert found["H5"][4].startswith("1.00 [")
+    assert found["H5"][6] == "improved"
+
+
+def test_the_study_takes_its_words_from_the_patches(tmp_path, monkeypatch):
+    for seed in range(101, 104):
+        played = {"variant": "study", "evaluation": (seed, seed + 2)}
+        changed = {"variant": "symlog", "evaluation": (seed + 5, seed + 7)}
+        for env_id in curves.STUDIED:
+            write_run(tmp_path, env_id, "ppo_continuous_action", seed, 1, **played)
+            write_run(tmp_path, env_id, "change", seed, 0, **changed)
+    monkeypatch.setattr(curves, "RESULTS", tmp_path)
+    _, _, whole, change = rows_of(tables.BLOCKS["what-matters"]())
+    assert whole[:3] == ["none", "3, 3, 3, 3", "103.0 [102.0, 104.0]"]
+    assert change[0] == "rewards are sign(r) log(1 + abs(r)), not scaled by their returns"
+    assert change[2] == "108.0 [107.0, 109.0]"
+    assert change[6].startswith("1.00 [") and change[8] == "improved"
 
 
 def test_a_committed_run_goes_by_its_program_not_by_the_script_that_imports(tmp_path):

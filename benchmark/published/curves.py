@@ -253,6 +253,7 @@ STUDIED = ("HalfCheetah-v4", "Walker2d-v4", "Ant-v4", "InvertedDoublePendulum-v4
 def studied() -> dict[str, str]:
     """What the changes of what_matters.sh do, by their runs' algorithms."""
     flags = {"8-envs": "`--num-envs 8 --num-steps 256`", "lambda-0.9": "`--gae-lambda 0.9`"}
+    flags |= {"clip-vloss": "`--clip-vloss`"}
     patches = sorted((RESULTS.parent / "changes").glob("*.patch"))
     words = {f"change {path.stem}": path.read_text().partition("\n")[0] for path in patches}
     return {f"ppo_continuous_action study-{k}": x for k, x in flags.items()} | words

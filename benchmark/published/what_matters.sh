@@ -5,7 +5,7 @@
 # 2. The four with the highest P run on Hopper, Swimmer, Humanoid and Reacher, too, all with seeds 101 to 105: alone, and
 #    the best two together. Where the interval of P holds 0.5, fewer CPU seconds decide.
 # 3. The setting that wins runs once on all eight with seeds 201 to 210. That is reported, whatever comes of it.
-# changes/*.patch are the changes, but for two of flags alone. RUNS=folder, WORKERS=processes, CHANGES="NAME ..." may be set.
+# changes/*.patch are the changes, but for three of flags alone. RUNS=folder, WORKERS=processes, CHANGES="NAME ..." may be set.
 . "$(dirname "$0")/bench.sh"
 four=(HalfCheetah-v4 Walker2d-v4 Ant-v4 InvertedDoublePendulum-v4)
 screen() {
@@ -16,6 +16,7 @@ screen() {
 screen study "python ppo_continuous_action.py"
 screen study-8-envs "python ppo_continuous_action.py --num-envs 8 --num-steps 256"
 screen study-lambda-0.9 "python ppo_continuous_action.py --gae-lambda 0.9"
+screen study-clip-vloss "python ppo_continuous_action.py --clip-vloss"
 for name in ${CHANGES:-floor-0.01 kl-rate value-epochs fresh-advantages state-std least-std wide-critic layer-norm \
   pink-noise symlog floor-0.1 floor-relative floor-0.001}; do
   screen "$name" "python benchmark/published/change.py $name"
