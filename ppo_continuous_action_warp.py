@@ -282,7 +282,7 @@ def make_envs(env_id: str, num_envs: int, device) -> DeviceEnvs:
         return getattr(importlib.import_module(module), name)(num_envs, device)
     except (ImportError, AttributeError) as error:
         known = ", ".join(["Pendulum-v1", *TASKS])
-        fail(f"--env-id {env_id}: {error} (neither {known}, nor module:Class)")
+        fail(f"--env-id {env_id}: {error} (not {known} nor module:Class; mjlab: see docs)")
 
 
 def make_env(env_id: str, **options) -> gym.Env:

@@ -559,7 +559,7 @@ def test_nan_stops_the_run_and_is_not_saved(what, tmp_path, monkeypatch):
         ("--num-envs 0", "not in 1 ..."),
         ("--desired-kl -1", "not in 0 ..."),
         ("--env-id my:Envs --capture-video", "not my:Envs"),
-        ("--env-id Nothing-v0", "neither Pendulum-v1, HalfCheetah-v4"),
+        ("--env-id Nothing-v0", "not Pendulum-v1, HalfCheetah-v4"),
         ("--env-id nothing:Envs", "No module named 'nothing'"),
     ],
 )
