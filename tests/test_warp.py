@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppo_continuous_action
 import ppo_continuous_action_warp as script
+from benchmark.published import bootstrap
 from ppo_continuous_action_warp import Args, DeviceEnvs, Pendulum
 
 SMALL = (
@@ -242,6 +243,16 @@ def test_a_time_limit_bootstraps_from_the_true_last_observation():
             assert float(returns[t, i]) == pytest.approx(value, rel=1e-5)
     # environment 0 has begun a new episode at step 9, and has not ended it
     assert float(returns[9, 0]) == pytest.approx(1.0 / unit + 0.5 * 10.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("rule, last", zip(bootstrap.RULES, (0.0, 0.5, -1.0), strict=True))
+def test_the_bootstraps_that_were_compared(rule, last):
+    """The first step goes on, the second terminates, the third is cut: r + gamma V - V."""
+    values, after = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[90.0], [18.0], [2.0]])
+    over, cut = torch.tensor([[0], [1], [0]]) > 0, torch.tensor([[0], [0], [1]]) > 0
+    counted = bootstrap.RULES[rule](values, after, over, cut)
+    found = bootstrap.GAE(torch.full((3, 1), 2.0), values, *counted, cut, 0.5, 0.0)
+    assert found.flatten().tolist() == [46.0, 0.0, last]
 
 
 def test_every_sample_once_an_epoch():
