@@ -236,8 +236,7 @@ def test_a_time_limit_bootstraps_from_the_true_last_observation():
     unit = data.discounted.double().std(correction=0).item()
     ((batch, *_), *_), _ = spied_update(agent, data, args)
     returns = batch[4].view(10, 6)
-    for i, bootstrap in ((0, 30.0), (1, 0.0), (2, 250.0)):  # lengths 3, 4, 5; 1 dies
-        value = bootstrap
+    for i, value in ((0, 30.0), (1, 0.0), (2, 250.0)):  # lengths 3, 4, 5; 1 dies
         for t in reversed(range(3 + i % 3)):
             value = (i + t + 1) / unit + 0.5 * value
             assert float(returns[t, i]) == pytest.approx(value, rel=1e-5)
@@ -245,7 +244,10 @@ def test_a_time_limit_bootstraps_from_the_true_last_observation():
     assert float(returns[9, 0]) == pytest.approx(1.0 / unit + 0.5 * 10.0, rel=1e-5)
 
 
-@pytest.mark.parametrize("rule, last", zip(bootstrap.RULES, (0.0, 0.5, -1.0), strict=True))
+LAST = list(zip(bootstrap.RULES, (0.0, 0.5, -1.0), strict=True))
+
+
+@pytest.mark.parametrize("rule, last", LAST)
 def test_the_bootstraps_that_were_compared(rule, last):
     """The first step goes on, the second terminates, the third is cut: r + gamma V - V."""
     values, after = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[90.0], [18.0], [2.0]])
