@@ -526,7 +526,7 @@ def test_the_study_takes_its_words_from_the_patches(tmp_path, monkeypatch):
     monkeypatch.setattr(curves, "RESULTS", tmp_path)
     _, _, whole, change = rows_of(tables.BLOCKS["what-matters"]())
     assert whole[:3] == ["none", "3, 3, 3, 3", "103.0 [102.0, 104.0]"]
-    assert change[0] == "rewards are sign(r) log(1 + abs(r)), not scaled by their returns"
+    assert change[0] == "rewards are sign(r) log(1 + abs(r)), not scaled by their returns (+1)"
     assert change[2] == "108.0 [107.0, 109.0]"
     assert change[6].startswith("1.00 [") and change[8] == "improved"
 

@@ -247,13 +247,13 @@ CHANGES = {
     "cma_critic_steps 1M": "the critic takes 400 steps an iteration, not 100",
 }
 ABLATED = ("Hopper-v4", "Walker2d-v4")
+# the study of what_matters.sh: its changes by their runs' algorithms, and the lines they add
 STUDIED = ("HalfCheetah-v4", "Walker2d-v4", "Ant-v4", "InvertedDoublePendulum-v4")
-
-
-def studied() -> dict[str, str]:
-    """What the changes of what_matters.sh do, by their runs' algorithms."""
-    flags = {"8-envs": "`--num-envs 8 --num-steps 256`", "lambda-0.9": "`--gae-lambda 0.9`"}
-    flags |= {"clip-vloss": "`--clip-vloss`"}
-    patches = sorted((RESULTS.parent / "changes").glob("*.patch"))
-    words = {f"change {path.stem}": path.read_text().partition("\n")[0] for path in patches}
-    return {f"ppo_continuous_action study-{k}": x for k, x in flags.items()} | words
+STUDY = {
+    "ppo_continuous_action study-8-envs": "`--num-envs 8 --num-steps 256`",
+    "ppo_continuous_action study-lambda-0.9": "`--gae-lambda 0.9`",
+    "ppo_continuous_action study-clip-vloss": "`--clip-vloss`",
+}
+for path in sorted((RESULTS.parent / "changes").glob("*.patch")):
+    first, *lines = path.read_text().splitlines()  # of which one names the file by a +, too
+    STUDY[f"change {path.stem}"] = f"{first} (+{sum(x.startswith('+') for x in lines) - 1})"

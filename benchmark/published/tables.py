@@ -64,13 +64,13 @@ def rpo() -> str:
 
 def bootstrap() -> str:
     """Scores of bootstrap.py: mean and range of the seeds."""
-    found, cells = data.read_csv(RESULTS / "bootstrap.csv"), {}
-    for row in found:
+    cells = {}
+    for row in data.read_csv(RESULTS / "bootstrap.csv"):
         cells.setdefault(row["rule"], {}).setdefault(row["limit"], []).append(row["score"])
-    rows = [
-        [rule, *(f"{np.mean(x):,.0f} ({min(x):,.0f} to {max(x):,.0f})" for x in by_limit.values())]
-        for rule, by_limit in cells.items()
-    ]
+    rows = []
+    for rule, limits in cells.items():
+        ranges = (f"{np.mean(x):,.0f} ({min(x):,.0f} to {max(x):,.0f})" for x in limits.values())
+        rows.append([rule, *ranges])
     return table("what follows the last step | limit 200 | limit 20", rows)
 
 
@@ -423,5 +423,5 @@ BLOCKS |= {
 }
 CMA = partial(ablations, curves.WHOLE, curves.CHANGES, curves.ABLATED)
 BLOCKS |= {f"ablations-{metric}": partial(CMA, metric) for metric in report.METRICS}
-STUDY = "ppo_continuous_action study", curves.studied(), curves.STUDIED, "evaluation"
+STUDY = "ppo_continuous_action study", curves.STUDY, curves.STUDIED, "evaluation"
 BLOCKS["what-matters"] = partial(ablations, *STUDY)
