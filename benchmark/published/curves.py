@@ -254,6 +254,6 @@ STUDY = {
     "ppo_continuous_action study-lambda-0.9": "`--gae-lambda 0.9`",
     "ppo_continuous_action study-clip-vloss": "`--clip-vloss`",
 }
-for path in sorted((RESULTS.parent / "changes").glob("*.patch")):
-    first, *lines = path.read_text().splitlines()  # of which one names the file by a +, too
-    STUDY[f"change {path.stem}"] = f"{first} (+{sum(x.startswith('+') for x in lines) - 1})"
+PATCHES = {x.stem: x.read_text().splitlines() for x in (RESULTS.parent / "changes").glob("*.patch")}
+for name, lines in sorted(PATCHES.items()):  # one line names the file by a +, too
+    STUDY[f"change {name}"] = f"{lines[0]} (+{sum(x.startswith('+') for x in lines) - 1})"

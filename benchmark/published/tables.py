@@ -408,9 +408,8 @@ def atari_speed() -> str:
 BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
-        scores, speeds, clipped_results, rpo, head_to_head, cma_results, humanoid,
+        scores, speeds, clipped_results, rpo, bootstrap, head_to_head, cma_results, humanoid,
         kl_results, atari_results, clipped_speed, kl_speed, atari_speed,
-        bootstrap,
     )
 }  # fmt: skip
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
