@@ -479,18 +479,37 @@ def test_head_to_head(tmp_path, monkeypatch):
                 write_run(tmp_path, env_id, script, seed, level / 2, **more)
     write_run(tmp_path, "Humanoid-v4", "ppo_cma", 0, 1e9, variant="1M")  # is not part of it
     monkeypatch.setattr(curves, "RESULTS", tmp_path)
-    for metric, wanted in (("training", "3,000"), ("evaluation", "3,001")):
-        rows = rows_of(tables.each_environment(metric))[2:]
+    # of 25 pairs 4 are won; 2 are tied, in evaluation on the first environment only
+    for metric, wanted, won in (("training", "3,000", 0.2), ("evaluation", "3,001", 0.165)):
+        _, _, *rows, pooled, better = rows_of(tables.head_to_head(metric))
         assert [row[:2] for row in rows] == [[env_id, "5, 5, 5"] for env_id in curves.MUJOCO]
+        assert pooled[0] == "all eight, normalised"
+        assert better[2] == ""
+        wins = [float(cell.split(" [")[0]) for cell in better[3:]]
+        assert wins == pytest.approx([won, won], abs=0.006)
         (hopper,) = (row for row in rows if row[0] == "Hopper-v4")
-        assert [cell.split(" [")[0] for cell in hopper[2:]] == [wanted, "1,500", "1,500"]
-    rows = rows_of(tables.all_environments("training"))
-    beaten = [row[2:4] for row in rows if row[:2] == ["1", "ppo_cma 1M"] and len(row) == 5]
-    assert beaten == [["ppo_continuous_action", "0.20"], ["ppo_kl_adaptive 1M", "0.50"]]
-    # of 25 pairs 4 are won and 2 tied, and all are alike
+        said = [cell.split(" [")[0] for cell in hopper[2:]]
+        assert said == [f"**{wanted}**", "1,500", "1,500"]
     (tmp_path / "head-to-head").mkdir()
     curves.head_to_head()
     assert [path.name for path in (tmp_path / "head-to-head").iterdir()] == ["curves.png"]
+
+
+def test_what_matters(tmp_path, monkeypatch):
+    """A change on two of the environments is judged there, and drawn."""
+    monkeypatch.setattr(curves, "RESULTS", tmp_path)
+    for seed in range(3):
+        for env_id in curves.STUDIED:
+            played = {"evaluation": (float(seed),)}
+            own = ("ppo_continuous_action", seed, 1.0)
+            write_run(tmp_path, env_id, *own, variant="study", **played)
+            if env_id in curves.STUDIED[:2]:
+                write_run(tmp_path, env_id, *own, variant="study-8-envs", evaluation=(5.0 + seed,))
+    (_, none, _), (name, scores, judged) = curves.effects(*curves.SCREENED)
+    assert [len(x) for x in none] == [3, 3, 3, 3] and [len(x) for x in scores] == [3, 3, 0, 0]
+    assert name == "ppo_continuous_action study-8-envs" and judged[:3] == (1.0, 1.0, 1.0)
+    curves.what_matters()
+    assert (tmp_path / "what_matters.png").stat().st_size > 5_000
 
 
 def test_ablations(tmp_path, monkeypatch):
@@ -498,7 +517,7 @@ def test_ablations(tmp_path, monkeypatch):
         for env_id in curves.ABLATED:
             write_run(tmp_path, env_id, "ppo_cma", seed, 1000 + seed, variant="1M")
             write_run(tmp_path, env_id, "ppo_cma", seed, 500 + seed, variant="1M-H1")
-            write_run(tmp_path, env_id, "cma_mean_first", seed, 1000 + seed, variant="1M")
+            write_run(tmp_path, env_id, "change", seed, 1000 + seed, variant="cma-mean-first")
         write_run(tmp_path, "Walker2d-v4", "ppo_cma", seed, 2000 + seed, variant="1M-H5")
     monkeypatch.setattr(curves, "RESULTS", tmp_path)
     _, _, *rows = rows_of(tables.BLOCKS["ablations-training"]())

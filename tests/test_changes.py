@@ -10,7 +10,7 @@ import torch
 import ppo_continuous_action as script
 from benchmark.published import change
 
-PATCHES = sorted(path.stem for path in (change.HERE / "changes").glob("*.patch"))
+PATCHES = sorted(path.stem for path in (change.HERE / "changes").glob("[!c]*.patch"))  # not cma-
 FLAGS = (
     "--env-id Pendulum-v1 --num-steps 256 --num-minibatches 4 --total-timesteps 768 --no-compile "
     "--no-cuda --log-std-init -2 --checkpoint-interval 1"

@@ -2,8 +2,7 @@
 on it, seeds and all), fixed points and statistics. The numbers in the test names are the spec's."""
 
 import math
-import runpy
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -13,6 +12,7 @@ import torch
 from program import assert_same, scalars
 
 import ppo_cma
+from benchmark.published import change
 from ppo_cma import Agent, Args, gae, log_density, mean_loss, normalize_advantages, variance_loss
 
 
@@ -786,82 +786,86 @@ def test_learning_on_a_gpu_is_learning_on_a_cpu():
 # --- ablations of the benchmark -------------------------------------------------------------------
 
 
-def ablation(name: str, monkeypatch):
-    for changed in ("mean_loss", "fit", "Agent", "update", "normalize_advantages", "gae"):
-        monkeypatch.setattr(ppo_cma, changed, getattr(ppo_cma, changed))  # as it was afterwards
-    folder = Path(ppo_cma.__file__).parent / "benchmark" / "published"
-    monkeypatch.syspath_prepend(folder)  # as where it is run as a program
-    runpy.run_path(str(folder / f"{name}.py"), run_name=name)
+@pytest.fixture
+def updated(monkeypatch):
+    """Two updates by a script with a change: its agent, and what its functions were given and gave
+    as (function, arguments, result)."""
+
+    def update(name: str):
+        script, calls = change.changed(name), []
+
+        def record(part, *given):
+            given = [x.copy() if isinstance(x, np.ndarray) else x for x in given]
+            result = originals[part](*given)
+            calls.append((part, given, result.copy()))
+            return result
+
+        originals = {x: getattr(script, x) for x in ("fit", "gae", "normalize_advantages")}
+        for part in originals:
+            monkeypatch.setattr(script, part, partial(record, part))
+        args = script.Args(n_updates=10, minibatch_size=32)
+        agent = script.Agent(problem(), args, pretrain=False)
+        for seed in (0, 1):
+            script.update(agent, *batch(agent, seed=seed))
+        return agent, calls
+
+    return update
 
 
-def test_product_kernel(monkeypatch):
+def test_product_kernel():
+    script = change.changed("cma-product-kernel")
     actions, mean_old = torch.tensor([[1.0, 2.0]]), torch.zeros(1, 2)
     given = actions, torch.tensor([-1.0]), torch.full((1, 2), 0.5), torch.zeros(1, 2), mean_old
     density = -0.5 * (1.5**2 + 2.5**2)  # of the mirror image (-1, -2) about the new mean
     average = (math.exp(-0.5) + math.exp(-2.0)) / 2
     assert ppo_cma.mean_loss(*given, True).item() == pytest.approx(-average * density)
-    ablation("cma_product_kernel", monkeypatch)
-    assert ppo_cma.mean_loss(*given, True).item() == pytest.approx(-math.exp(-2.5) * density)
-    assert ppo_cma.mean_loss(*given, False).item() == 0
+    assert script.mean_loss(*given, True).item() == pytest.approx(-math.exp(-2.5) * density)
+    assert script.mean_loss(*given, False).item() == 0
 
 
-def test_mean_first(monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        ppo_cma, "fit", lambda name, *given: calls.append((name, *given)) or {name: 0.5}
-    )
-    ablation("cma_mean_first", monkeypatch)
-    metrics = {}
-    for name in ("value", "variance", "policy"):
-        metrics |= ppo_cma.fit(name, "adam", f"{name}'s minibatches", "loss")
-    assert metrics == dict.fromkeys(("value", "policy", "variance"), 0.5)
-    assert [call[0] for call in calls] == ["value", "policy", "variance"]
-    assert calls[2] == ("variance", "adam", "variance's minibatches", "loss")
+@pytest.mark.parametrize("name", ["mean-first", "critic-steps"])
+def test_what_is_fitted_when(name, updated):
+    _, calls = updated(f"cma-{name}")
+    found = [(given[0], len(given[2])) for part, given, _ in calls if part == "fit"]
+    if name == "mean-first":  # the first minibatch ever sets the critic's biases
+        once = [("policy", 10), ("variance", 10)]
+        assert found == [("value", 9), *once, ("value", 10), *once]
+    else:
+        once = [("variance", 10), ("policy", 10)]
+        assert found == [("value", 36), *once, ("value", 40), *once]
 
 
-def test_scaled_rewards(monkeypatch):
-    learned = []
-    monkeypatch.setattr(ppo_cma, "update", lambda agent, *given: learned.append(given[2]) or {})
-    ablation("cma_scaled_rewards", monkeypatch)
-    box = problem(3, (-1.0, -1.0), (1.0, 1.0))
-    agent = ppo_cma.Agent(box, Args(gamma=0.5), pretrain=False)
-    given = np.zeros((3, 3)), np.zeros((3, 2)), np.array([1.0, 2.0, 4.0]), np.array([2, 1])
-    ppo_cma.update(agent, *given)
-    mean_square = (2.0**2 + 2.0**2 + 4.0**2) / 3  # returns: 1 + 0.5 * 2, 2, and 4
-    assert agent.state_dict()["return_sq_mean"].item() == pytest.approx(mean_square)
-    np.testing.assert_allclose(learned[0], given[2] / mean_square**0.5)
-    agent.updates += 1
-    ppo_cma.update(agent, *given[:2], 3.0 * given[2], given[3])
-    mean_square *= (1 + 9) / 2  # both iterations weigh the same
-    np.testing.assert_allclose(learned[1], 3.0 * given[2] / mean_square**0.5)
+def test_scaled_rewards(updated):
+    agent, calls = updated("cma-scaled-rewards")
+    gaes = [(given[0], result) for part, given, result in calls if part == "gae"]
+    squares = []
+    for seed, start in ((0, 0), (1, 3)):  # of returns, rewards for the critic, for the policy
+        rewards = batch(agent, seed=seed)[2]
+        squares.append(np.mean(gaes[start][1] ** 2))
+        scale = np.mean(squares) ** 0.5  # all iterations weigh the same
+        np.testing.assert_allclose(gaes[start][0], gaes[start + 1][0] * scale, rtol=1e-6)
+        np.testing.assert_array_equal(gaes[start + 1][0], gaes[start + 2][0])
+        assert len(rewards) == len(gaes[start][0])
+    assert agent.state_dict()["return_sq_mean"].item() == pytest.approx(np.mean(squares))
 
 
-def test_centred_advantages(monkeypatch):
-    ablation("cma_centred_advantages", monkeypatch)
-    advantages = np.array([-6.0, -4.0, -2.0])  # as behind a critic that lags
-    found = ppo_cma.normalize_advantages(advantages, "ppo-cma-m")
-    np.testing.assert_allclose(found, np.array([-2.0, 0.0, 2.0]) / np.sqrt(8 / 3))
-    found = ppo_cma.normalize_advantages(advantages, "ppo-cma")  # dropped, then scaled
-    np.testing.assert_allclose(found, np.array([0.0, 0.0, 2.0]) / np.sqrt(8 / 9))
+def test_centred_advantages(updated):
+    _, calls = updated("cma-centred-advantages")
+    advantages = [given[0] for part, given, _ in calls if part == "normalize_advantages"]
+    before = [result for part, _, result in calls if part == "gae"][1::2]
+    for centred, own in zip(advantages, before, strict=True):
+        np.testing.assert_allclose(centred, own - own.mean(), atol=1e-9)
+        assert abs(own.mean()) > 1e-3
 
 
-def test_published_ends(monkeypatch):
-    rewards, values = np.array([1.0, 2.0, -1.0, 0.5]), np.array([0.3, 0.1, -0.2, 0.4, 0.0])
-    ends = np.array([0.0, 0.0, 0.0, 1.0])
-    returns = ppo_cma.gae(rewards, np.zeros(5), ends, ends, 0.99, 1.0)
-    ablation("cma_published_ends", monkeypatch)
-    found = ppo_cma.gae(rewards, values, ends, ends, 0.99, 0.95)
-    np.testing.assert_allclose(found, [2.042377, 1.322038, -0.404, 0.0], atol=1e-6)
-    np.testing.assert_array_equal(ppo_cma.gae(rewards, np.zeros(5), ends, ends, 0.99, 1.0), returns)
-
-
-def test_critic_steps(monkeypatch):
-    calls = {}
-    monkeypatch.setattr(
-        ppo_cma, "fit", lambda name, adam, minibatches, loss_fn: calls.update({name: minibatches})
-    )
-    ablation("cma_critic_steps", monkeypatch)
-    for name in ("value", "variance"):
-        ppo_cma.fit(name, "adam", iter("ab"), "loss")
-    assert calls["value"] == list("abababab")
-    assert list(calls["variance"]) == ["a", "b"]
+def test_published_ends(updated):
+    _, calls = updated("cma-published-ends")
+    gaes = [(*given[:3], result) for part, given, result in calls if part == "gae"]
+    for rewards, values, ends, result in gaes:
+        if values.any():  # advantages: 0 at an end, and the value there follows the step before
+            assert ends.sum() == 10 and (result[ends] == 0).all()
+            last = np.flatnonzero(ends)
+            delta = rewards[last - 1] + 0.99 * values[last] - values[last - 1]
+            np.testing.assert_allclose(result[last - 1], delta)
+        else:  # returns stay as they are
+            np.testing.assert_array_equal(result[ends], rewards[ends])

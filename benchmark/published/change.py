@@ -1,6 +1,7 @@
-"""ppo_continuous_action.py with changes: `change.py NAME` or `change.py NAME+NAME`, then its own
-flags; later `change.py --resume RUN` or `change.py --evaluate RUN`. Each change is a file of
-changes/; in a clone, `git apply benchmark/published/changes/NAME.patch` makes it.
+"""A script with changes: `change.py NAME` or `change.py NAME+NAME`, then the script's own flags;
+later `change.py --resume RUN` or `change.py --evaluate RUN`. Each change is a file of changes/, of
+ppo_cma.py if it begins with cma-, else of ppo_continuous_action.py; in a clone, `git apply
+benchmark/published/changes/NAME.patch` makes it.
 """
 
 import importlib.util
@@ -13,21 +14,21 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SCRIPT = HERE.parents[1] / "ppo_continuous_action.py"
 
 
 def changed(names: str):
-    """The script as a module, with these changes."""
+    """Their script as a module, with these changes."""
     known = {path.stem: path for path in sorted((HERE / "changes").glob("*.patch"))}
     if not set(names.split("+")) <= known.keys():
         raise SystemExit(f"change.py {names}: not among {', '.join(known)}")
+    script = "ppo_cma.py" if names.startswith("cma-") else "ppo_continuous_action.py"
     kept = tempfile.TemporaryDirectory()  # until the program ends: its text is read again
     folder = Path(kept.name)
-    shutil.copy(SCRIPT, folder)
+    shutil.copy(HERE.parents[1] / script, folder)
     here = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # not in a clone around it
     for name in names.split("+"):
         subprocess.run(["git", "apply", known[name]], cwd=folder, env=here, check=True)
-    spec = importlib.util.spec_from_file_location(f"changed_{folder.name}", folder / SCRIPT.name)
+    spec = importlib.util.spec_from_file_location(f"changed_{folder.name}", folder / script)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     module.kept = kept
     spec.loader.exec_module(module)

@@ -6,12 +6,13 @@ over those of five iterations.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from benchmark import data, report
+from benchmark.compare import judge
 from benchmark.published import RESULTS
 from benchmark.stats import iqm, running_mean
 
@@ -70,6 +71,21 @@ def committed(algorithms: Sequence[str], env_ids: Sequence[str]) -> list[report.
     runs = data.find([RESULTS])
     groups = report.group(r for r in runs if r.algorithm in algorithms and r.env_id in env_ids)
     return sorted(groups, key=lambda g: (env_ids.index(g.env_id), algorithms.index(g.algorithm)))
+
+
+def effects(
+    whole: str, changes: Sequence[str], env_ids: Sequence[str], metric: str
+) -> Iterator[tuple]:
+    """The whole and each change that has run: its name, its scores by environment, and compare's
+    judgement of it over those environments: P(better), its interval, p and a verdict."""
+    groups = committed((whole, *changes), env_ids)
+    found = {(g.algorithm, g.env_id): g.scores(metric) for g in groups}
+    for name in (whole, *changes):
+        scores = [found.get((name, env_id), np.empty(0)) for env_id in env_ids]
+        both = [env_id for env_id, own in zip(env_ids, scores, strict=True) if len(own)]
+        if both:
+            old, new = ([found[key, env_id] for env_id in both] for key in (whole, name))
+            yield name, scores, judge(old, new)
 
 
 # --- what others published ------------------------------------------------------------------------
@@ -232,6 +248,7 @@ def head_to_head():
     report.save(figure, looks, RESULTS / "head-to-head", "curves", svg=False)
 
 
+PATCHES = {x.stem: x.read_text().splitlines() for x in (RESULTS.parent / "changes").glob("*.patch")}
 WHOLE = "ppo_cma 1M"
 CHANGES = {
     "ppo_cma 1M-no-mirror": "negative advantages are dropped, not mirrored",
@@ -239,21 +256,30 @@ CHANGES = {
     "ppo_cma 1M-H5": "the variance is fitted to five iterations, H = 5",
     "ppo_cma 1M-N32k": "32,000 steps an iteration",
     "ppo_cma 1M-anneal-lr": "the learning rate falls linearly to 0",
-    "cma_product_kernel 1M": "the mirror kernel is a product over the action's dimensions",
-    "cma_mean_first 1M": "the mean moves before the variance",
-    "cma_published_ends 1M": "an episode's last transition has an advantage of 0",
-    "cma_scaled_rewards 1M": "rewards over the RMS of returns so far",
-    "cma_centred_advantages 1M": "advantages less their mean",
-    "cma_critic_steps 1M": "the critic takes 400 steps an iteration, not 100",
 }
 ABLATED = ("Hopper-v4", "Walker2d-v4")
-# the study of what_matters.sh: its changes by their runs' algorithms, and the lines they add
-STUDIED = ("HalfCheetah-v4", "Walker2d-v4", "Ant-v4", "InvertedDoublePendulum-v4")
 STUDY = {
     "ppo_continuous_action study-8-envs": "`--num-envs 8 --num-steps 256`",
     "ppo_continuous_action study-lambda-0.9": "`--gae-lambda 0.9`",
     "ppo_continuous_action study-clip-vloss": "`--clip-vloss`",
 }
-PATCHES = {x.stem: x.read_text().splitlines() for x in (RESULTS.parent / "changes").glob("*.patch")}
-for name, lines in sorted(PATCHES.items()):  # one line names the file by a +, too
-    STUDY[f"change {name}"] = f"{lines[0]} (+{sum(x.startswith('+') for x in lines) - 1})"
+for name, lines in sorted(PATCHES.items()):
+    if name.startswith("cma-"):
+        CHANGES[f"change {name}"] = lines[0]
+    else:  # and the lines that it adds: one more names the file by a +
+        STUDY[f"change {name}"] = f"{lines[0]} (+{sum(x.startswith('+') for x in lines) - 1})"
+STUDIED = ("HalfCheetah-v4", "Walker2d-v4", "Ant-v4", "InvertedDoublePendulum-v4")
+SCREENED = "ppo_continuous_action study", STUDY, STUDIED, "evaluation"
+
+
+def what_matters():
+    """P(better) of each change of the study, with its interval."""
+    found = sorted(list(effects(*SCREENED))[1:], key=lambda x: x[2][0])
+    figure, axis = panels(1, 8.0, 0.8 + 0.27 * len(found))
+    for k, (_, _, (probability, low, high, *_)) in enumerate(found):
+        axis.plot([low, high], [k, k], color=BLUE)
+        axis.plot(probability, k, "o", color=BLUE)
+    axis.axvline(0.5, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(found)), [STUDY[name].replace("`", "") for name, *_ in found])
+    axis.set(xlim=(0, 1), xlabel="P(a run with the change scores above one without)")
+    save(figure, "what_matters")

@@ -1,4 +1,4 @@
-"""Keep README.md, docs/ and the pages in results/ true to the scripts and to the committed runs.
+"""Keep README.md and docs/ true to the scripts and to the committed runs.
 In them are written anew the tables of tables.py, each between <!-- its name --> and <!-- end -->,
 and in a page of docs/, of a script's name,
 
@@ -17,7 +17,7 @@ from benchmark import data
 from benchmark.published import RESULTS, ROOT, tables
 
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(RESULTS.glob("*/README.md"))]
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 LINK = re.compile(r"\[`([^`]+)`\]\(\.\./(\w+\.py)#L\d+\)")
 
 

@@ -12,7 +12,7 @@ bench --env-ids Hopper-v4 --command \
 bench --env-ids Humanoid-v4 --command "python ppo_cma.py --no-anneal-lr" --num-seeds 3
 bench --env-ids Humanoid-v4 --command "python ppo_cma.py" --num-seeds 3 --variant anneal-lr
 bench --env-ids Humanoid-v4 --num-seeds 1 \
-  --command "python benchmark/published/cma_published_ends.py --no-anneal-lr"
+  --command "python benchmark/published/change.py cma-published-ends --no-anneal-lr" --variant cma-published-ends
 
 python -m benchmark.published
 python benchmark/published/didactic.py

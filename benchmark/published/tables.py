@@ -1,5 +1,5 @@
-"""The tables of README.md, docs/ and results/, from the committed runs: each stands between
-<!-- its name --> and <!-- end -->. `python -m benchmark.published` makes them anew.
+"""The tables of README.md and docs/, from the committed runs: each stands between <!-- its name -->
+and <!-- end -->. `python -m benchmark.published` makes them anew.
 """
 
 from functools import partial
@@ -8,7 +8,6 @@ from statistics import median
 import numpy as np
 
 from benchmark import data, report, speed, stats
-from benchmark.compare import judge
 from benchmark.published import RESULTS, curves
 from benchmark.report import estimate, number, table
 
@@ -88,41 +87,27 @@ def scores_by_script(groups: list[report.Group], metric: str) -> list[list[str]]
     return rows
 
 
-def head_to_head() -> str:
+def head_to_head(metric: str) -> str:
+    """Scores, the best in bold, those of all environments, and P(a run above the clipped one's)."""
     groups, scales = curves.committed(curves.SCRIPTS, curves.MUJOCO), data.read_scales(data.SCALES)
-    rows, better = [], []
-    for env_id, seeds, *scores in scores_by_script(groups, "evaluation"):
+    rows = []
+    for env_id, seeds, *scores in scores_by_script(groups, metric):
         numbers = [float(score.split()[0].replace(",", "")) for score in scores]
         marked = (bold(x) if y == max(numbers) else x for x, y in zip(scores, numbers, strict=True))
         rows.append([env_id, seeds, *marked])
-    for metric, words in (("evaluation", ""), ("training", ", training")):
-        (algorithms, _), *_ = report.compared(groups, metric)
-        scores = [report.normalised(algorithms[name], metric, scales) for name in curves.SCRIPTS]
-        pooled = [in_words(stats.iqm, own) for own in scores]
-        wins = [in_words(stats.improvement, [*own, *scores[0]]) for own in scores[1:]]
-        rows.append([f"all eight, normalised{words}", "", *pooled])
-        better.append([f"P(above clipped){words}", "", "", *wins])
+    (algorithms, _), *_ = report.compared(groups, metric)
+    scores = [report.normalised(algorithms[name], metric, scales) for name in curves.SCRIPTS]
+    rows.append(["all eight, normalised", "", *(in_words(stats.iqm, own) for own in scores)])
+    wins = [in_words(stats.improvement, [*own, *scores[0]]) for own in scores[1:]]
+    rows.append(["P(above clipped)", "", "", *wins])
     header = " | ".join(f"`{name.split()[0]}.py`" for name in curves.SCRIPTS)
-    return table(f"environment | seeds | {header}", rows + better)
+    return table(f"environment | seeds | {header}", rows)
 
 
 def in_words(statistic, scores: list[np.ndarray]) -> str:
     """Of scores by environment, with its 95 % interval."""
     ends = report.between(*stats.interval(statistic, scores), report.ratio)
     return f"{statistic(*scores):.2f} {ends}"
-
-
-def each_environment(metric: str) -> str:
-    groups = curves.committed(curves.SCRIPTS, curves.MUJOCO)
-    header = " | ".join(["environment", "seeds", *curves.SCRIPTS])
-    return table(header, scores_by_script(groups, metric))
-
-
-def all_environments(metric: str) -> str:
-    groups = curves.committed(curves.SCRIPTS, curves.MUJOCO)
-    scales = data.read_scales(data.SCALES)
-    blocks = report.across(report.compared(groups, "evaluation"), metric, scales)
-    return "\n\n".join(blocks[1:])
 
 
 def scores() -> str:
@@ -148,24 +133,16 @@ def scores() -> str:
 
 
 def ablations(whole: str, changes: dict[str, str], env_ids: tuple[str, ...], metric: str) -> str:
-    """A row for the whole and one per change: seeds, scores, P with its interval, p and verdict
-    over the environments that the change was run on."""
-    groups = curves.committed((whole, *changes), env_ids)
-    found, rows = {(g.algorithm, g.env_id): g.scores(metric) for g in groups}, []
-    for name in (whole, *changes):
-        scores = [found.get((name, env_id), np.empty(0)) for env_id in env_ids]
-        both = [env_id for env_id, own in zip(env_ids, scores, strict=True) if len(own)]
-        if not both:
-            continue
-        seeds = ", ".join(str(len(x)) for x in scores)
-        cells = [changes.get(name, "none"), seeds, *map(estimate, scores)]
-        if name == whole:
-            rows.append([*cells, "", "", ""])
-            continue
-        old, new = ([found[key, env_id] for env_id in both] for key in (whole, name))
-        probability, low, high, p, verdict = judge(old, new)
-        ends = report.between(low, high, report.ratio)
-        rows.append([*cells, f"{probability:.2f} {ends}".rstrip(), f"{p:.2g}", verdict])
+    """A row for the whole and one per change: seeds, scores, P with its interval, p, verdict."""
+    rows = []
+    for name, scores, judged in curves.effects(whole, changes, env_ids, metric):
+        cells = [changes.get(name, "none"), ", ".join(str(len(x)) for x in scores)]
+        cells += [*map(estimate, scores), "", "", ""]
+        if name in changes:
+            probability, low, high, p, cells[-1] = judged
+            cells[-3] = f"{probability:.2f} {report.between(low, high, report.ratio)}".rstrip()
+            cells[-2] = f"{p:.2g}"
+        rows.append(cells)
     return table(" | ".join(["change", "seeds", *env_ids, "P(better)", "p", "verdict"]), rows)
 
 
@@ -211,7 +188,7 @@ def humanoid() -> str:
     for script, variant, words in (
         ("ppo_cma", "default", ""),
         ("ppo_cma", "anneal-lr", ", `--anneal-lr`"),
-        ("cma_published_ends", "default", ""),
+        ("change", "cma-published-ends", ", cma-published-ends"),
         ("ppo_continuous_action", "10M-64envs", ", 64 environments"),
     ):
         for curve in curves.load("Humanoid-v4", script, variant, width=32_000):
@@ -408,19 +385,15 @@ def atari_speed() -> str:
 BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
-        scores, speeds, clipped_results, rpo, bootstrap, head_to_head, cma_results, humanoid,
-        kl_results, atari_results, clipped_speed, kl_speed, atari_speed,
+        scores, speeds, clipped_results, rpo, bootstrap, cma_results, humanoid, kl_results,
+        atari_results, clipped_speed, kl_speed, atari_speed,
     )
 }  # fmt: skip
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
 BLOCKS |= {f"growth-{flag}": partial(growth, flag) for flag in ("num-envs", "num-minibatches")}
 BLOCKS["lstm-results"] = partial(atari_results, "ppo_atari_lstm")
-BLOCKS |= {
-    f"{make.__name__.replace('_', '-')}-{metric}": partial(make, metric)
-    for make in (each_environment, all_environments)
-    for metric in report.METRICS
-}
 CMA = partial(ablations, curves.WHOLE, curves.CHANGES, curves.ABLATED)
-BLOCKS |= {f"ablations-{metric}": partial(CMA, metric) for metric in report.METRICS}
-STUDY = "ppo_continuous_action study", curves.STUDY, curves.STUDIED, "evaluation"
-BLOCKS["what-matters"] = partial(ablations, *STUDY)
+for metric in report.METRICS:
+    BLOCKS |= {f"ablations-{metric}": partial(CMA, metric)}
+    BLOCKS |= {f"head-to-head-{metric}": partial(head_to_head, metric)}
+BLOCKS["what-matters"] = partial(ablations, *curves.SCREENED)
