@@ -869,3 +869,20 @@ def test_published_ends(updated):
             np.testing.assert_allclose(result[last - 1], delta)
         else:  # returns stay as they are
             np.testing.assert_array_equal(result[ends], rewards[ends])
+
+
+def test_linear_mean():
+    """What acts in numpy is what is learned; the mean reaches the bounds and goes beyond."""
+    script = change.changed("cma-linear-mean")
+    agent = script.Agent(problem(3, (-1.0, 0.0), (1.0, 4.0)), script.Args(), pretrain=False)
+    agent.updates.fill_(1)
+    obs = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
+    agent.mean_net.from_input.data *= 5.0
+    mean = agent.mean(torch.as_tensor(obs))
+    assert (mean > agent.high).any() and (mean < agent.low).any()
+    clipped = mean.clamp(agent.low, agent.high).detach()
+    np.testing.assert_allclose(agent.act(obs), clipped, atol=1e-5)
+    noise = np.ones((200, 2), np.float32)
+    sample = mean + (0.5 * agent.logvar(torch.as_tensor(obs))).exp()
+    sample = sample.clamp(agent.low, agent.high).detach()
+    np.testing.assert_allclose(agent.act(obs, noise), sample, atol=1e-5)

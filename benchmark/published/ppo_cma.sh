@@ -2,17 +2,17 @@
 # Every published number of ppo_cma.py: runs (given again, it goes on), tables, pictures, speed.
 # RUNS=folder and WORKERS=processes may be set; on two cores it takes about five hours.
 . "$(dirname "$0")/bench.sh"
-# at a constant learning rate but for the last: annealing became the default after these runs
+# at a constant learning rate but for anneal-lr: it became the default after these runs
 car="python ppo_cma.py --no-anneal-lr --iter-steps 4000 --minibatch-size 2048 --total-timesteps 50000"
 
 bench --env-ids MountainCarContinuous-v0 --command "$car --action-repeat 4"
 bench --env-ids MountainCarContinuous-v0 --command "$car --action-repeat 2" --variant repeat2
-bench --env-ids Hopper-v4 --command \
-  "python ppo_cma.py --no-anneal-lr --iter-steps 8000 --total-timesteps 400000"
+bench --env-ids Hopper-v4 --command "python ppo_cma.py --no-anneal-lr --iter-steps 8000 --total-timesteps 400000"
 bench --env-ids Humanoid-v4 --command "python ppo_cma.py --no-anneal-lr" --num-seeds 3
 bench --env-ids Humanoid-v4 --command "python ppo_cma.py" --num-seeds 3 --variant anneal-lr
-bench --env-ids Humanoid-v4 --num-seeds 1 \
-  --command "python benchmark/published/change.py cma-published-ends --no-anneal-lr" --variant cma-published-ends
+for name in cma-published-ends cma-linear-mean; do
+  bench --env-ids Humanoid-v4 --num-seeds 1 --variant $name --command "python benchmark/published/change.py $name --no-anneal-lr"
+done
 
 python -m benchmark.published
 python benchmark/published/didactic.py

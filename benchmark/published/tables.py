@@ -189,6 +189,7 @@ def humanoid() -> str:
         ("ppo_cma", "default", ""),
         ("ppo_cma", "anneal-lr", ", `--anneal-lr`"),
         ("change", "cma-published-ends", ", cma-published-ends"),
+        ("change", "cma-linear-mean", ", cma-linear-mean"),
         ("ppo_continuous_action", "10M-64envs", ", 64 environments"),
     ):
         for curve in curves.load("Humanoid-v4", script, variant, width=32_000):
