@@ -19,6 +19,13 @@ done
 speed --steps 49152 --warmup-steps 16384 --output $folder/ppo_continuous_action-HalfCheetah-v4-8envs.csv \
   --command "compiled=python ppo_continuous_action.py --env-id HalfCheetah-v4 $mujoco --num-envs 8"
 
+# docs/what_matters.md: the defaults with one environment and with eight
+for env_id in HalfCheetah-v4 Hopper-v4 Walker2d-v4 Ant-v4; do
+  one="python ppo_continuous_action.py --env-id $env_id $now"
+  speed --no-sb3 --steps 40960 --output $folder/what_matters-$env_id.csv --command "one=$one" \
+    --command "eight=$one --num-envs 8 --num-steps 256"
+done
+
 kl="python ppo_kl_adaptive.py --env-id HalfCheetah-v4 --episodes-per-batch 5 --no-cuda"
 speed --steps 40000 --warmup-steps 10000 --command "1_environment=$kl" --command "5_environments=$kl --num-envs 5"
 

@@ -343,6 +343,16 @@ def speeds() -> str:
     return table(header + "| to the bare environment", rows)
 
 
+def study_speed() -> str:
+    """The clipped script's defaults with one environment and with eight."""
+    rows = []
+    for env_id in ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Ant-v4"):
+        one, eight, bare = map(costs(f"what_matters-{env_id}").get, ("one", "eight", "bare"))
+        rows.append([env_id, rate(one), ratio(eight, one), ratio(one, bare)])
+    header = "environment | steps per CPU-second | by 8 environments, times as many "
+    return table(header + "| of the bare environment's", rows)
+
+
 def growth(flag: str) -> str:
     """The clipped script by the values of a flag, one round."""
     measured = [tuple(row.values()) for row in data.read_csv(SPEED / f"{CHEETAH}-{flag}.csv")]
