@@ -1,6 +1,6 @@
-"""Steps per second of ppo_continuous_action_warp.py on a CUDA device: of the environment alone, with
-inference, and with learning. `python -m benchmark.published.gpu_warp ENV_ID NUM_ENVS HOW`, where HOW
-is eager or cudagraphs."""
+"""Steps per second of ppo_continuous_action_warp.py on a CUDA device: the environment alone, with
+inference, with learning. `python -m benchmark.published.gpu_warp ENV_ID NUM_ENVS HOW`, HOW being
+eager or cudagraphs."""
 
 import sys
 import time
