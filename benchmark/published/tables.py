@@ -396,8 +396,8 @@ def atari_speed() -> str:
 BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
-        scores, speeds, clipped_results, rpo, bootstrap, cma_results, humanoid, kl_results,
-        atari_results, clipped_speed, kl_speed, atari_speed,
+        scores, speeds, study_speed, clipped_results, rpo, bootstrap, cma_results, humanoid,
+        kl_results, atari_results, clipped_speed, kl_speed, atari_speed,
     )
 }  # fmt: skip
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
