@@ -44,6 +44,8 @@ def test_two_changes_at_once():
     assert text.count("var + 1e-2") == 2 and text.count("LayerNorm(64)") == 1
     with pytest.raises(SystemExit, match=r"nonsense: not among .*floor-0\.01, "):
         change.changed("nonsense")
+    with pytest.raises(SystemExit, match=r"not among cma-centred-advantages, .*cma-scaled-rewards$"):
+        change.changed("cma-mean-first+symlog")  # of another script
 
 
 def test_a_run_knows_its_changes(tmp_path, monkeypatch, capsys):

@@ -18,10 +18,11 @@ HERE = Path(__file__).resolve().parent
 
 def changed(names: str):
     """Their script as a module, with these changes."""
-    known = {path.stem: path for path in sorted((HERE / "changes").glob("*.patch"))}
+    cma, paths = names.startswith("cma-"), sorted((HERE / "changes").glob("*.patch"))
+    known = {path.stem: path for path in paths if path.stem.startswith("cma-") == cma}
     if not set(names.split("+")) <= known.keys():
         raise SystemExit(f"change.py {names}: not among {', '.join(known)}")
-    script = "ppo_cma.py" if names.startswith("cma-") else "ppo_continuous_action.py"
+    script = "ppo_cma.py" if cma else "ppo_continuous_action.py"
     kept = tempfile.TemporaryDirectory()  # until the program ends: its text is read again
     folder = Path(kept.name)
     shutil.copy(HERE.parents[1] / script, folder)
