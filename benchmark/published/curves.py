@@ -76,16 +76,16 @@ def committed(algorithms: Sequence[str], env_ids: Sequence[str]) -> list[report.
 def effects(
     whole: str, changes: Sequence[str], env_ids: Sequence[str], metric: str
 ) -> Iterator[tuple]:
-    """The whole and each change that has run: its name, its scores by environment, and compare's
-    judgement of it over those environments: P(better), its interval, p and a verdict."""
+    """The whole and each change that has run: its name, its scores by environment and, of a change,
+    compare's judgement over those environments: P(better), its interval, p and a verdict."""
     groups = committed((whole, *changes), env_ids)
     found = {(g.algorithm, g.env_id): g.scores(metric) for g in groups}
     for name in (whole, *changes):
         scores = [found.get((name, env_id), np.empty(0)) for env_id in env_ids]
         both = [env_id for env_id, own in zip(env_ids, scores, strict=True) if len(own)]
+        old, new = ([found[key, env_id] for env_id in both] for key in (whole, name))
         if both:
-            old, new = ([found[key, env_id] for env_id in both] for key in (whole, name))
-            yield name, scores, judge(old, new)
+            yield name, scores, judge(old, new) if name != whole else None
 
 
 # --- what others published ------------------------------------------------------------------------

@@ -31,9 +31,9 @@ def row(folder: Path) -> str:
         fallen.append(ended)
     leans, fallen = np.array(leans), np.array(fallen)
     angles = (f"{leans[x].mean():.3f}" if x.any() else "" for x in (fallen, ~fallen))
-    deviations = [agent.actor_logstd.exp().item(), *agent.obs_moments.var[3:5].sqrt().tolist()]
-    name = f"{saved.exp_name}, seed {saved.seed}"
-    return " | ".join([name, str(fallen.sum()), *angles, *(f"{x:.3f}" for x in deviations)])
+    cosines = ", ".join(f"{x:.3f}" for x in agent.obs_moments.var[3:5].sqrt().tolist())
+    cells = f"`{saved.exp_name}`, seed {saved.seed}", str(fallen.sum()), *angles
+    return " | ".join([*cells, f"{agent.actor_logstd.exp().item():.3f}", cosines])
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def ablations(whole: str, changes: dict[str, str], env_ids: tuple[str, ...], met
     for name, scores, judged in curves.effects(whole, changes, env_ids, metric):
         cells = [changes.get(name, "none"), ", ".join(str(len(x)) for x in scores)]
         cells += [*map(estimate, scores), "", "", ""]
-        if name in changes:
+        if judged:
             probability, low, high, p, cells[-1] = judged
             cells[-3] = f"{probability:.2f} {report.between(low, high, report.ratio)}".rstrip()
             cells[-2] = f"{p:.2g}"
