@@ -6,7 +6,7 @@ over those of five iterations.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -66,19 +66,24 @@ def smooth(values: np.ndarray, width: int = 3) -> np.ndarray:
     return np.array([values[max(0, i + 1 - width) : i + 1].mean() for i in range(len(values))])
 
 
-def committed(algorithms: Sequence[str], env_ids: Sequence[str]) -> list[report.Group]:
+ANY = range(1000)
+
+
+def committed(
+    algorithms: Sequence[str], env_ids: Sequence[str], seeds: Container[int] = ANY
+) -> list[report.Group]:
     """The committed runs of these algorithms on these environments, in this order."""
-    runs = data.find([RESULTS])
+    runs = (run for run in data.find([RESULTS]) if run.seed in seeds)
     groups = report.group(r for r in runs if r.algorithm in algorithms and r.env_id in env_ids)
     return sorted(groups, key=lambda g: (env_ids.index(g.env_id), algorithms.index(g.algorithm)))
 
 
 def effects(
-    whole: str, changes: Sequence[str], env_ids: Sequence[str], metric: str
+    whole: str, changes: Sequence[str], env_ids: Sequence[str], metric: str, seeds=ANY
 ) -> Iterator[tuple]:
     """The whole and each change that has run: its name, its scores by environment and, of a change,
     compare's judgement over those environments: P(better), its interval, p and a verdict."""
-    groups = committed((whole, *changes), env_ids)
+    groups = committed((whole, *changes), env_ids, seeds)
     found = {(g.algorithm, g.env_id): g.scores(metric) for g in groups}
     for name in (whole, *changes):
         scores = [found.get((name, env_id), np.empty(0)) for env_id in env_ids]
@@ -269,7 +274,9 @@ for name, lines in sorted(PATCHES.items()):
     else:  # and the lines that it adds: one more names the file by a +
         STUDY[f"change {name}"] = f"{lines[0]} (+{sum(x.startswith('+') for x in lines) - 1})"
 STUDIED = ("HalfCheetah-v4", "Walker2d-v4", "Ant-v4", "InvertedDoublePendulum-v4")
-SCREENED = "ppo_continuous_action study", STUDY, STUDIED, "evaluation"
+SCREENED = "ppo_continuous_action study", STUDY, STUDIED, "evaluation", range(101, 104)
+EIGHT = (*STUDIED, "Hopper-v4", "Swimmer-v4", "Humanoid-v4", "Reacher-v4")
+FINALISTS = "ppo_continuous_action study", STUDY, EIGHT, "evaluation", range(101, 106)
 
 
 def what_matters():

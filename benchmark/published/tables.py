@@ -132,10 +132,10 @@ def scores() -> str:
 # --- PPO-CMA --------------------------------------------------------------------------------------
 
 
-def ablations(whole: str, changes: dict[str, str], env_ids: tuple[str, ...], metric: str) -> str:
+def ablations(whole: str, changes: dict[str, str], env_ids, metric: str, seeds=curves.ANY) -> str:
     """A row for the whole and one per change: seeds, scores, P with its interval, p, verdict."""
     rows = []
-    for name, scores, judged in curves.effects(whole, changes, env_ids, metric):
+    for name, scores, judged in curves.effects(whole, changes, env_ids, metric, seeds):
         cells = [changes.get(name, "none"), ", ".join(str(len(x)) for x in scores)]
         cells += [*map(estimate, scores), "", "", ""]
         if judged:
