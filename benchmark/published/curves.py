@@ -275,8 +275,6 @@ for name, lines in sorted(PATCHES.items()):
         STUDY[f"change {name}"] = f"{lines[0]} (+{sum(x.startswith('+') for x in lines) - 1})"
 STUDIED = ("HalfCheetah-v4", "Walker2d-v4", "Ant-v4", "InvertedDoublePendulum-v4")
 SCREENED = "ppo_continuous_action study", STUDY, STUDIED, "evaluation", range(101, 104)
-EIGHT = (*STUDIED, "Hopper-v4", "Swimmer-v4", "Humanoid-v4", "Reacher-v4")
-FINALISTS = "ppo_continuous_action study", STUDY, EIGHT, "evaluation", range(101, 106)
 
 
 def what_matters():
