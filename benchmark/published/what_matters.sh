@@ -8,16 +8,25 @@
 # changes/*.patch are the changes, but for three of flags alone. RUNS=folder, WORKERS=processes, CHANGES="NAME ..." may be set.
 . "$(dirname "$0")/bench.sh"
 four=(HalfCheetah-v4 Walker2d-v4 Ant-v4 InvertedDoublePendulum-v4)
-screen() {
-  bench --results benchmark/published/results/what_matters --start-seed 101 --num-seeds 3 --env-ids "${four[@]}" \
-    --variant "$1" --command "$2"
+study() { # VARIANT COMMAND FIRST-SEED SEEDS ENVIRONMENTS...
+  bench --results benchmark/published/results/what_matters --variant "$1" --command "$2" \
+    --start-seed "$3" --num-seeds "$4" --env-ids "${@:5}"
 }
+screen() { study "$@" 101 3 "${four[@]}"; }
+finish() { study "$@" 101 5 Hopper-v4 Swimmer-v4 Humanoid-v4 Reacher-v4 && study "$@" 104 2 "${four[@]}"; }
+script="python ppo_continuous_action.py" eight="--num-envs 8 --num-steps 256" change="python benchmark/published/change.py"
 
-screen study "python ppo_continuous_action.py"
-screen study-8-envs "python ppo_continuous_action.py --num-envs 8 --num-steps 256"
-screen study-lambda-0.9 "python ppo_continuous_action.py --gae-lambda 0.9"
-screen study-clip-vloss "python ppo_continuous_action.py --clip-vloss"
+screen study "$script"
+screen study-8-envs "$script $eight"
+screen study-lambda-0.9 "$script --gae-lambda 0.9"
+screen study-clip-vloss "$script --clip-vloss"
 for name in ${CHANGES:-floor-0.01 kl-rate value-epochs fresh-advantages state-std least-std wide-critic layer-norm \
   pink-noise symlog floor-0.1 floor-relative floor-0.001}; do
-  screen "$name" "python benchmark/published/change.py $name"
+  screen "$name" "$change $name"
 done
+
+screen least-std-8-envs "$change least-std $eight"
+finish study "$script"
+finish study-8-envs "$script $eight"
+finish least-std "$change least-std"
+finish least-std-8-envs "$change least-std $eight"
