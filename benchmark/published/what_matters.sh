@@ -25,8 +25,9 @@ for name in ${CHANGES:-floor-0.01 kl-rate value-epochs fresh-advantages state-st
   screen "$name" "$change $name"
 done
 
-screen least-std-8-envs "$change least-std $eight"
 finish study "$script"
 finish study-8-envs "$script $eight"
+finish fresh-advantages "$change fresh-advantages"
 finish least-std "$change least-std"
-finish least-std-8-envs "$change least-std $eight"
+screen both "$change least-std+fresh-advantages"
+finish both "$change least-std+fresh-advantages"
