@@ -25,9 +25,8 @@ for name in ${CHANGES:-floor-0.01 kl-rate value-epochs fresh-advantages state-st
   screen "$name" "$change $name"
 done
 
+both=least-std+fresh-advantages
+screen $both "$change $both"
 finish study "$script"
 finish study-8-envs "$script $eight"
-finish fresh-advantages "$change fresh-advantages"
-finish least-std "$change least-std"
-screen both "$change least-std+fresh-advantages"
-finish both "$change least-std+fresh-advantages"
+for name in fresh-advantages least-std $both; do finish $name "$change $name"; done
