@@ -188,7 +188,7 @@ def test_fused_calls_give_what_a_cell_gives_row_by_row(often):
         grads = [p.grad.clone() for p in agent.parameters()]
         found.append([x.detach() for x in outputs] + grads)
     for k, (fused, slow) in enumerate(zip(*found, strict=True)):
-        near = 1e-6 if k < 3 else 1e-5 * float(slow.abs().max())  # convolutions round, too
+        near = 4e-6 if k < 3 else 1e-5 * float(slow.abs().max())  # convolutions round, too
         torch.testing.assert_close(fused, slow, atol=near, rtol=0)
     assert found[0][1].std() > 0.1  # values are not all alike
     # a call for each stretch that no environment interrupts

@@ -17,7 +17,7 @@ import pytest
 from program import ROOT, rows
 
 from benchmark import data
-from benchmark.programs import last_word, locked, provenance, tail, write_json
+from benchmark.programs import executable, last_word, locked, provenance, tail, write_json
 from benchmark.report import run_row
 from benchmark.run import Local, Slurm, Work, gpus_here, plan
 
@@ -384,7 +384,7 @@ TORCHRUN = ["python", "-m", "torch.distributed.run"]
     ],
 )
 def test_processes_and_versions_of_a_command(toy, words, processes):
-    found = provenance(words)
+    found = provenance(executable(words))
     assert found["processes"] == processes
     assert bool(found["versions"]) == (words[0] == "python")  # uv's Python may have others
     assert found["git_commit"] is found["git_dirty"] is None

@@ -25,12 +25,6 @@ for env_id in HalfCheetah-v4 Hopper-v4 Walker2d-v4 Ant-v4; do
   speed --no-sb3 --steps 40960 --output $folder/what_matters-$env_id.csv --command "one=$one" \
     --command "eight=$one --num-envs 8 --num-steps 256"
 done
-changed=()
-for name in layer-norm state-std pink-noise least-std fresh-advantages value-epochs; do
-  changed+=(--command "$name=python benchmark/published/change.py $name --env-id HalfCheetah-v4 $now")
-done
-speed --no-sb3 --no-bare --steps 40960 --output $folder/what_matters-changes.csv "${changed[@]}" \
-  --command "none=python ppo_continuous_action.py --env-id HalfCheetah-v4 $now"
 
 kl="python ppo_kl_adaptive.py --env-id HalfCheetah-v4 --episodes-per-batch 5 --no-cuda"
 speed --steps 40000 --warmup-steps 10000 --command "1_environment=$kl" --command "5_environments=$kl --num-envs 5"
