@@ -66,7 +66,7 @@ def smooth(values: np.ndarray, width: int = 3) -> np.ndarray:
     return np.array([values[max(0, i + 1 - width) : i + 1].mean() for i in range(len(values))])
 
 
-ANY = range(1000)
+ANY = range(2**63)  # seeds
 
 
 def committed(

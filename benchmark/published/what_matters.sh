@@ -2,8 +2,9 @@
 # Which changes of ppo_continuous_action.py make it better, by a protocol that was written before it ran:
 # 1. Each change alone, 1M steps, seeds 101 to 103, on HalfCheetah, Walker2d, Ant and InvertedDoublePendulum. Judged by
 #    python -m benchmark compare --metric evaluation: P, that a run with it scores above one without, and P's interval.
-# 2. Of those with P >= 0.5, the ones with p < 0.2 or 5% fewer CPU seconds, at most four, run on Hopper, Swimmer, Humanoid and Reacher,
-#    too, all with seeds 101 to 105: alone, and the best two together. Where P's interval holds 0.5, fewer CPU seconds decide.
+# 2. Of those with P >= 0.5, the ones with p < 0.2 or 5% fewer CPU seconds, at most four, run on Hopper, Swimmer, Humanoid
+#    and Reacher, too, all with seeds 101 to 105: alone, and the best two together. Where P's interval holds 0.5, fewer
+#    CPU seconds decide.
 # 3. The setting that wins runs once on all eight with seeds 201 to 210. That is reported, whatever comes of it.
 # changes/*.patch are the changes, but for three of flags alone. RUNS=folder, WORKERS=processes, CHANGES="NAME ..." may be set.
 . "$(dirname "$0")/bench.sh"
