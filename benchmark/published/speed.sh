@@ -19,12 +19,17 @@ done
 speed --steps 49152 --warmup-steps 16384 --output $folder/ppo_continuous_action-HalfCheetah-v4-8envs.csv \
   --command "compiled=python ppo_continuous_action.py --env-id HalfCheetah-v4 $mujoco --num-envs 8"
 
-# docs/what_matters.md: the defaults with one environment and with eight
+# docs/what_matters.md: the defaults with one environment and with eight, then each change of the study
+one="python ppo_continuous_action.py $now" eight="--num-envs 8 --num-steps 256"
 for env_id in HalfCheetah-v4 Hopper-v4 Walker2d-v4 Ant-v4; do
-  one="python ppo_continuous_action.py --env-id $env_id $now"
-  speed --no-sb3 --steps 40960 --output $folder/what_matters-$env_id.csv --command "one=$one" \
-    --command "eight=$one --num-envs 8 --num-steps 256"
+  speed --no-sb3 --steps 40960 --output $folder/what_matters-$env_id.csv --command "one=$one --env-id $env_id" \
+    --command "eight=$one --env-id $env_id $eight"
 done
+changes=(--command "study=$one" --command "study-8-envs=$one $eight" --command "study-clip-vloss=$one --clip-vloss")
+for name in $(ls benchmark/published/changes | grep -v ^cma- | sed 's/.patch$//') least-std+fresh-advantages; do
+  changes+=(--command "$name=python benchmark/published/change.py $name $now")
+done
+speed --no-sb3 --no-bare --steps 40960 --output $folder/what_matters-changes.csv "${changes[@]}"
 
 kl="python ppo_kl_adaptive.py --env-id HalfCheetah-v4 --episodes-per-batch 5 --no-cuda"
 speed --steps 40000 --warmup-steps 10000 --command "1_environment=$kl" --command "5_environments=$kl --num-envs 5"
