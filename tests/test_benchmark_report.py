@@ -543,11 +543,17 @@ def test_the_study_takes_its_words_from_the_patches(tmp_path, monkeypatch):
             write_run(tmp_path, env_id, "ppo_continuous_action", seed, 1, **played)
             write_run(tmp_path, env_id, "change", seed, 0, **changed)
     monkeypatch.setattr(curves, "RESULTS", tmp_path)
+    took = {"study": 8.0, "symlog": 10.0}  # seconds of 20 steps
+    times = {"cold": 1, "short": 1, "long": 2}
+    lines = [f"{x},1,{k},{20 * n},{n * took[x]},{n},1" for x in took for k, n in times.items()]
+    monkeypatch.setattr(tables, "SPEED", tmp_path)
+    text = "\n".join(["program,round,run,steps,cpu_seconds,wall_seconds,peak_mb", *lines])
+    (tmp_path / "what_matters-changes.csv").write_text(text)
     _, _, whole, change = rows_of(tables.BLOCKS["what-matters"]())
-    assert whole[:3] == ["none", "3, 3, 3, 3", "103.0 [102.0, 104.0]"]
+    assert whole[:4] == ["none", "1.00", "3, 3, 3, 3", "103.0 [102.0, 104.0]"]
     assert change[0] == "rewards are sign(r) log(1 + abs(r)), not scaled by their returns (+1)"
-    assert change[2] == "108.0 [107.0, 109.0]"
-    assert change[6].startswith("1.00 [") and change[8] == "improved"
+    assert change[1:4:2] == ["1.25", "108.0 [107.0, 109.0]"]
+    assert change[7].startswith("1.00 [") and change[9] == "improved"
 
 
 def test_a_committed_run_goes_by_its_program_not_by_the_script_that_imports(tmp_path):

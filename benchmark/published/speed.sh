@@ -26,10 +26,11 @@ for env_id in HalfCheetah-v4 Hopper-v4 Walker2d-v4 Ant-v4; do
     --command "eight=$one --env-id $env_id $eight"
 done
 changes=(--command "study=$one" --command "study-8-envs=$one $eight" --command "study-clip-vloss=$one --clip-vloss")
-for name in $(ls benchmark/published/changes | grep -v ^cma- | sed 's/.patch$//') least-std+fresh-advantages; do
+for name in floor-0.01 kl-rate value-epochs fresh-advantages state-std least-std wide-critic layer-norm pink-noise symlog \
+  least-std+fresh-advantages; do
   changes+=(--command "$name=python benchmark/published/change.py $name $now")
 done
-speed --no-sb3 --no-bare --steps 40960 --output $folder/what_matters-changes.csv "${changes[@]}"
+speed --no-sb3 --no-bare --steps 163840 --output $folder/what_matters-changes.csv "${changes[@]}"
 
 kl="python ppo_kl_adaptive.py --env-id HalfCheetah-v4 --episodes-per-batch 5 --no-cuda"
 speed --steps 40000 --warmup-steps 10000 --command "1_environment=$kl" --command "5_environments=$kl --num-envs 5"

@@ -132,18 +132,24 @@ def scores() -> str:
 # --- PPO-CMA --------------------------------------------------------------------------------------
 
 
-def ablations(whole: str, changes: dict[str, str], env_ids, metric: str, seeds=curves.ANY) -> str:
-    """A row for the whole and one per change: seeds, scores, P with its interval, p, verdict."""
-    rows = []
+def ablations(
+    whole: str, changes: dict[str, str], env_ids, metric: str, seeds=curves.ANY, paid: str = ""
+) -> str:
+    """A row for the whole and one per change: seeds, scores, P with its interval, p, verdict; of a
+    table of speeds also its CPU time, over that of the whole."""
+    rows, found = [], costs(paid) if paid else {}
     for name, scores, judged in curves.effects(whole, changes, env_ids, metric, seeds):
         cells = [changes.get(name, "none"), ", ".join(str(len(x)) for x in scores)]
+        if paid:
+            cells.insert(1, ratio(found["study"], found.get(name.split()[-1])))
         cells += [*map(estimate, scores), "", "", ""]
         if judged:
             probability, low, high, p, cells[-1] = judged
             cells[-3] = f"{probability:.2f} {report.between(low, high, report.ratio)}".rstrip()
             cells[-2] = f"{p:.2g}"
         rows.append(cells)
-    return table(" | ".join(["change", "seeds", *env_ids, "P(better)", "p", "verdict"]), rows)
+    first = ["change", "CPU time", "seeds"] if paid else ["change", "seeds"]
+    return table(" | ".join([*first, *env_ids, "P(better)", "p", "verdict"]), rows)
 
 
 def cma_results() -> str:
@@ -407,4 +413,5 @@ CMA = partial(ablations, curves.WHOLE, curves.CHANGES, curves.ABLATED)
 for metric in report.METRICS:
     BLOCKS |= {f"ablations-{metric}": partial(CMA, metric)}
     BLOCKS |= {f"head-to-head-{metric}": partial(head_to_head, metric)}
-BLOCKS["what-matters"] = partial(ablations, *curves.SCREENED)
+for name, studied in {"what-matters": curves.SCREENED, "finalists": curves.FINALISTS}.items():
+    BLOCKS[name] = partial(ablations, *studied, paid="what_matters-changes")
