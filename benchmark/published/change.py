@@ -29,7 +29,8 @@ def changed(names: str):
     here = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # not in a clone around it
     for name in names.split("+"):
         subprocess.run(["git", "apply", known[name]], cwd=folder, env=here, check=True)
-    spec = importlib.util.spec_from_file_location(f"changed_{names}".replace(".", "_"), folder / script)
+    name = f"changed_{names.replace('.', '_')}"  # the same again, for torch's compile cache
+    spec = importlib.util.spec_from_file_location(name, folder / script)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     module.kept = kept
     spec.loader.exec_module(module)
