@@ -285,5 +285,5 @@ def test_deviations_are_no_less_after_an_update():
     (free, before, _), (least, after, metrics) = found.values()
     assert free[0] == pytest.approx(math.exp(-2), rel=0.01) and free[2] < 1e-8
     assert least.tolist() == pytest.approx([0.2, float(free[1]), 0.2])
-    assert metrics["charts/policy_std"] == pytest.approx(float(least.mean()))  # all boxes are 2 wide
+    assert metrics["charts/policy_std"] == pytest.approx(float(least.mean()))  # boxes: 2 wide
     assert int((before != after).sum()) == 2  # and nothing else changed

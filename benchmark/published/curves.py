@@ -277,8 +277,9 @@ STUDIED = ("HalfCheetah-v4", "Walker2d-v4", "Ant-v4", "InvertedDoublePendulum-v4
 SCREENED = "ppo_continuous_action study", STUDY, STUDIED, "evaluation", range(101, 104)
 FOUND = {x: STUDY[x] for x in ("change fresh-advantages", "change least-std")}
 FOUND["change least-std+fresh-advantages"] = "both"
+FOUND["ppo_continuous_action study-std-0.1"] = "`--std-min 0.1`: above a twentieth of the box"
 FOUND["ppo_continuous_action study-8-envs"] = STUDY["ppo_continuous_action study-8-envs"]
-FOUND["change least-std-8-envs"] = "the same, and the deviation stays above a tenth of the action box"
+FOUND["change least-std-8-envs"] = "the same, and the deviation stays above a tenth of the box"
 EIGHT = (*STUDIED, "Hopper-v4", "Swimmer-v4", "Humanoid-v4", "Reacher-v4")
 FINALISTS = "ppo_continuous_action", FOUND, EIGHT, "evaluation"
 

@@ -5,7 +5,7 @@
 . "$(dirname "$0")/bench.sh"
 study() { # VARIANT COMMAND ENVIRONMENTS...
   bench --results benchmark/published/results/what_matters --variant "$1" --command "$2" \
-    --start-seed "${first:-101}" --num-seeds "${seeds:-3}" --env-ids "${@:3}"
+    --start-seed 101 --num-seeds 3 --env-ids "${@:3}"
 }
 screen() { study "$@" HalfCheetah-v4 Walker2d-v4 Ant-v4 InvertedDoublePendulum-v4; }
 finish() { study "$@" Hopper-v4 Swimmer-v4 Humanoid-v4 Reacher-v4; }
@@ -24,5 +24,5 @@ screen least-std-8-envs "$change least-std $eight"
 finish least-std-8-envs "$change least-std $eight"
 for name in fresh-advantages least-std; do finish $name "$change $name"; done
 finish study-8-envs "$script $eight"
-first=201 seeds=10 screen final "$script $eight --std-min 0.2"
-first=201 seeds=10 finish final "$script $eight --std-min 0.2"
+screen study-std-0.1 "$script --std-min 0.1"
+finish study-std-0.1 "$script --std-min 0.1"
