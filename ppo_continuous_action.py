@@ -82,7 +82,6 @@ class Args:
     target_kl: float | None = None  # no further epoch once the mean approx_kl of one exceeds it
     rpo_alpha: float = 0.0  # noise in [-alpha, alpha] on the means in learning (RPO); 0: none
     log_std_init: float = -0.7  # initial log standard deviation of the actions, in their unit
-    std_min: float = 0.0  # least standard deviation of the actions after an iteration
     scale_actions: bool = True  # that unit is half the action box; if not, the environment's
     batch_size: int = 0  # computed: num_envs * num_steps
     minibatch_size: int = 0  # computed: batch_size // num_minibatches
@@ -94,7 +93,7 @@ class Args:
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
         low = {"seed": 0, "compile_from": 0, "log_std_init": -9, "minibatch_size": 4}
-        high = {"gamma": 1, "gae_lambda": 1}
+        high = {"gamma": 1, "gae_lambda": 1, "log_std_init": 9}
         for name, value in vars(self).items():
             least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
             if type(value) in (int, float) and not least <= value <= most:
@@ -266,7 +265,8 @@ class Agent(nn.Module):
             x = np.minimum(np.maximum((obs - shift) * scale, -10.0), 10.0)
             for w, b in zip(hidden[::2], hidden[1::2], strict=True):
                 x = np.tanh(x @ w + b)
-            return x @ weight + bias + (0.0 if noise is None else std * noise)
+            x = x @ weight + bias
+            return x if noise is None else x + std * noise
 
         return act
 
@@ -385,7 +385,6 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
             break
     if not first:
         agent.obs_moments.update(seen)
-    agent.actor_logstd.data.clamp_(min=math.log(max(args.std_min, 1e-9)))  # goes on exploring
     means = torch.stack(steps).mean(dim=0).tolist()
     unexplained = batch[3][rows].var() / batch[4][rows].var().clamp(min=1e-12)  # of R - V and R
     metrics = {f"losses/{name}": mean for name, mean in zip(names, means, strict=True)}

@@ -270,20 +270,3 @@ def test_compiled_noise_is_the_same_to_rounding(root, tmp_path):
         content = torch.load(tmp_path / how / "checkpoint.pt", weights_only=True)
         found.append(content["adam"]["parameters"])
     torch.testing.assert_close(*found, atol=1e-4, rtol=0)
-
-
-# --- --std-min ------------------------------------------------------------------------------------
-
-
-def test_deviations_are_no_less_after_an_update():
-    found = {}
-    for least in (0.0, 0.2):
-        agent, data, args = learner(0.0, std_min=least)
-        agent.actor_logstd.data.copy_(torch.tensor([-2.0, -1.0, -30.0]))
-        metrics = ppo_continuous_action.update(agent, data, 1e-5, args)
-        found[least] = agent.actor_logstd.detach().exp(), agent.adam["parameters"].clone(), metrics
-    (free, before, _), (least, after, metrics) = found.values()
-    assert free[0] == pytest.approx(math.exp(-2), rel=0.01) and free[2] < 1e-8
-    assert least.tolist() == pytest.approx([0.2, float(free[1]), 0.2])
-    assert metrics["charts/policy_std"] == pytest.approx(float(least.mean()))  # boxes: 2 wide
-    assert int((before != after).sum()) == 2  # and nothing else changed

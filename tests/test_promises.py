@@ -156,7 +156,7 @@ ITS_OWN = {
         ("--env-id Penduluum-v1", "Pendulum"),
         ("--env-id PromiseChoice-v0", "a vector and a flat Box wanted; choices: ppo.py"),
         ("--env-id dm_control/cartpole-balance-v0", "import of shimmy halted"),
-        ("--log-std-init inf", "--log-std-init inf: not in -9 ... 1e+18"),
+        ("--log-std-init inf", "--log-std-init inf: not in -9 ... 9"),
     ],
     ppo_cma: [
         ("--env-name Penduluum-v1", "Pendulum"),
