@@ -16,7 +16,7 @@ screen study-8-envs "$script $eight"
 screen study-lambda-0.9 "$script --gae-lambda 0.9"
 screen study-clip-vloss "$script --clip-vloss"
 for name in ${CHANGES:-floor-0.01 kl-rate value-epochs fresh-advantages state-std least-std wide-critic layer-norm \
-  pink-noise symlog floor-0.1 floor-relative floor-0.001 least-std+fresh-advantages}; do
+  pink-noise symlog floor-0.1 floor-relative floor-0.001 least-std+fresh-advantages spo}; do
   screen "$name" "$change $name"
 done
 screen least-std-8-envs "$change least-std $eight"
