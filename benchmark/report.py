@@ -271,14 +271,22 @@ def save(figure, looks: dict[str, dict], output: Path, name: str, svg: bool = Tr
             figure.savefig(output / f"{name}.svg", metadata={"Date": None})
 
 
-def band(lines: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]:
-    """Of seeds' curves (x, y): a grid from where all have 20 episodes to where the first ends, the
-    IQM on it and the ends of its interval, each [POINTS]."""
-    start = max(x[min(len(x), 20) - 1] for x, _ in lines)
-    grid = np.linspace(start, max(start, min(x[-1] for x, _ in lines)), POINTS)
-    values = [y[np.searchsorted(x, grid, side="right") - 1] for x, y in lines]
-    scores = np.stack(values, axis=1)
-    return grid, stats.iqm(scores), *stats.interval(stats.iqm, [scores], resamples=1000)
+def band(*lines: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]:
+    """Of seeds' curves (x, y) on each environment: a grid from where all have 20 episodes to where
+    the first ends, the IQM on it and the ends of its interval, each [POINTS]."""
+    every = [line for own in lines for line in own]
+    start = max(x[min(len(x), 20) - 1] for x, _ in every)
+    grid = np.linspace(start, max(start, min(x[-1] for x, _ in every)), POINTS)
+    at = [[y[np.searchsorted(x, grid, side="right") - 1] for x, y in own] for own in lines]
+    scores = [np.stack(own, axis=1) for own in at]
+    return grid, stats.iqm(*scores), *stats.interval(stats.iqm, scores, resamples=1000)
+
+
+def plot_band(axis, look: dict, *lines: list[tuple[np.ndarray, np.ndarray]]):
+    """The IQM of such curves with its interval."""
+    grid, middle, low, high = band(*lines)
+    axis.plot(grid, middle, **look, linewidth=1.8)
+    axis.fill_between(grid, low, high, color=look["color"], alpha=0.18, linewidth=0)
 
 
 def plot_curves(axes, groups: list[Group], by: Literal["steps", "hours"], looks: dict):
@@ -300,9 +308,7 @@ def plot_curves(axes, groups: list[Group], by: Literal["steps", "hours"], looks:
                     some = np.linspace(0, len(x) - 1, min(len(x), 2 * POINTS)).astype(int)
                     axis.plot(x[some], y[some], **look, linewidth=0.8, alpha=0.7)
             if done:
-                grid, middle, low, high = band(done)
-                axis.plot(grid, middle, **look, linewidth=1.8)
-                axis.fill_between(grid, low, high, color=look["color"], alpha=0.18, linewidth=0)
+                plot_band(axis, look, done)
         axis.set_title(env_id, parse_math=False)
         axis.set_xlim(left=0)
         axis.set_xlabel("environment steps" if by == "steps" else "hours of training")

@@ -211,6 +211,16 @@ def test_learning_curves_are_of_all_seeds_at_each_point():
     assert (low[-1], high[-1]) == (1000, 1190)
 
 
+def test_environments_weigh_the_same_in_a_learning_curve_of_several():
+    x = np.arange(1, 101) * 10
+    one, other = ([(x, np.full(100, level))] * seeds for level, seeds in ((0.0, 9), (1.0, 3)))
+    _, middle, low, high = band(one, other)
+    assert middle[[0, -1]] == pytest.approx([0.5, 0.5], **EXACT)  # not 3/12
+    assert (low[-1], high[-1]) == pytest.approx((0.5, 0.5), **EXACT)
+    later = [(x + 500, np.ones(100))] * 3
+    assert band(one, later)[0][[0, -1]].tolist() == [700, 1000]
+
+
 # --- runs -----------------------------------------------------------------------------------------
 
 
@@ -493,6 +503,23 @@ def test_head_to_head(tmp_path, monkeypatch):
     (tmp_path / "head-to-head").mkdir()
     curves.head_to_head()
     assert [path.name for path in (tmp_path / "head-to-head").iterdir()] == ["curves.png"]
+
+
+def test_modes(tmp_path, monkeypatch):
+    for seed, env_id in product(range(3), curves.MUJOCO):
+        scales = data.read_scales(data.SCALES)[env_id]
+        for variant, part in (("1M", 0.75), ("1M-ppo", 0.25)):
+            level = scales.low + part * (scales.high - scales.low)
+            write_run(tmp_path, env_id, "ppo_cma", seed, level, variant=variant)
+    monkeypatch.setattr(curves, "RESULTS", tmp_path)
+    drawn = {}
+    monkeypatch.setattr(curves.report, "save", lambda figure, *_, **__: drawn.update(figure=figure))
+    curves.modes()
+    *_, pooled = drawn["figure"].axes
+    assert [line.get_ydata()[-1] for line in pooled.lines] == pytest.approx([0.75, 0.25])
+    _, _, whole, ppo = rows_of(tables.BLOCKS["modes-training"]())
+    assert (whole[0], ppo[0]) == ("none", "`--mode ppo`")
+    assert ppo[1] == ", ".join("3" * 8) and ppo[-3:] == ["0.00 [0.00, 0.00]", ppo[-2], "worse"]
 
 
 def test_what_matters(tmp_path, monkeypatch):

@@ -83,7 +83,8 @@ def test_speed_tables_by_hand():
     middle = sorted(rates["compiled"])[1]
     to_sb3 = sorted(a / b for a, b in zip(rates["compiled"], rates["sb3"], strict=True))
     to_bare = sorted(a / b for a, b in zip(rates["compiled"], rates["bare"], strict=True))
-    row = cells("clipped-speed", "HalfCheetah-v4 |")
+    row = cells("all-speeds", "`ppo_continuous_action.py`, HalfCheetah-v4 |")
+    assert cells("speeds", "`ppo_continuous_action.py`, HalfCheetah-v4 |") == row[:4]
     assert row[1] == f"{middle:,.0f}"
     assert row[2] == f"**{to_sb3[1]:.1f}** ({to_sb3[0]:.1f} to {to_sb3[2]:.1f})"
     assert row[3] == f"{to_bare[1]:.2f}"
@@ -116,6 +117,33 @@ def test_result_tables_by_hand():
         assert row[5] == f"{np.mean(inside):,.0f}"
         played = json.loads((folder / f"{run}.json").read_text())["evaluation"]
         assert row[7] == f"{np.mean(played):,.0f}"
+
+
+def played_by(env_id: str, name: str = "default") -> list[float]:
+    """Means of the final policies of three runs of the clipped script, from the lowest."""
+    folder = RESULTS / env_id / "ppo_continuous_action"
+    infos = (json.loads((folder / f"{name}-s{k}.json").read_text()) for k in (1, 2, 3))
+    return sorted(float(np.mean(info["evaluation"])) for info in infos)
+
+
+def test_dm_control_stands_beside_cleanrls_numbers():
+    played = played_by("dm_control-cheetah-run-v0")
+    row = cells("control", "dm_control/cheetah-run-v0")
+    assert row[1:3] == ["3", f"**{np.mean(played):.1f}** [{played[0]:.1f}, {played[2]:.1f}]"]
+    assert row[4:] == ["472.1 ± 100", "565.5 ± 58"]
+    middle = f"{np.mean(played_by('HalfCheetah-v4', 'rpo-0.1')):,.0f} ["
+    assert cells("rpo", "`--rpo-alpha 0.1`")[2].startswith(middle)
+    assert cells("rpo", "none")[6].startswith(f"{np.mean(played):.1f} [")
+
+
+def test_each_goal_of_the_study_has_what_came_nearest():
+    row = cells("goals", "HalfCheetah-v4, 1M")
+    assert row[1:3] == ["7,000", "5,819 (one tuned run)"]
+    assert row[3].split(" [")[0] == cells("finalists", "none")[3].split(" [")[0]
+    tried = [tables.BLOCKS[x]().splitlines()[2:] for x in ("what-matters", "finalists")]
+    cheetah = [line.split("|")[4].split(" [")[0].strip() for line in tried[0][1:] + tried[1][1:]]
+    highest = max(float(x.replace(",", "")) for x in cheetah if x != "-")
+    assert row[4].startswith(f"{highest:,.0f} [")
 
 
 def test_coadys_tables_by_hand():

@@ -7,6 +7,6 @@ from benchmark.published import ROOT, curves, docs
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    figures = curves.clipped, curves.kl_adaptive, curves.atari, curves.head_to_head
+    figures = curves.clipped, curves.kl_adaptive, curves.atari, curves.head_to_head, curves.modes
     for make in (*figures, curves.what_matters, docs.docs):
         make()

@@ -14,7 +14,7 @@ import numpy as np
 from benchmark import data, report
 from benchmark.compare import judge
 from benchmark.published import RESULTS
-from benchmark.stats import iqm, running_mean
+from benchmark.stats import running_mean
 
 BLUE, ORANGE = "#0072B2", "#D55E00"
 
@@ -159,36 +159,6 @@ CLIPPED = dict.fromkeys(
     "ppo_continuous_action",
 )
 CLIPPED |= dict.fromkeys(("CartPole-v1", "Acrobot-v1", "MountainCar-v0"), "ppo")
-VARIANTS = {"default": "defaults", "cleanrl": "CleanRL's settings"}
-
-
-def clipped():
-    """The clipped scripts: IQM over seeds, band from the lowest to the highest."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(-(-len(CLIPPED) // 4), 4)
-    figure.set_size_inches(15, 3.2 * len(axes))
-    for axis in axes.flat[len(CLIPPED) :]:
-        axis.remove()
-    for (env_id, script), axis in zip(CLIPPED.items(), axes.flat, strict=False):
-        seeds = []
-        for (variant, name), color in zip(VARIANTS.items(), (BLUE, ORANGE), strict=True):
-            if not (curves := load(env_id, script, variant)):
-                continue
-            seeds.append(str(len(curves)))
-            x = np.linspace(0.02, 1.0, 50) * curves[0].run.info["args"]["total_timesteps"]
-            values = np.array([np.interp(x, c.ends, smooth(c.returns)) for c in curves])
-            front = {"color": color, "zorder": 3 - len(seeds)}
-            axis.plot(x / 1e6, iqm(values, axis=0), label=name, **front)
-            ends = values.min(axis=0), values.max(axis=0)
-            axis.fill_between(x / 1e6, *ends, alpha=0.2, linewidth=0, **front)
-        title = f"{env_id}, {' and '.join(seeds)} seeds"
-        axis.set(title=title, xlabel="environment steps (millions)")
-    for axis in axes[:, 0]:
-        axis.set_ylabel("training return")
-    axes[0, 0].legend(frameon=False, fontsize=8, loc="upper left")
-    figure.tight_layout()
-    save(figure, "ppo", dpi=120)
 
 
 def kl_adaptive():
@@ -220,20 +190,6 @@ def kl_adaptive():
 GOALS = {"Pong-v5": (0, 10, 18), "Breakout-v5": (10, 50, 100)}  # scores
 
 
-def atari():
-    """ppo_atari_multigpu.py: every game, and the mean of 100."""
-    figure, axes = panels(len(GOALS), 5.2, 3.6)
-    for env_id, axis in zip(GOALS, axes, strict=True):
-        for run in runs(env_id, "ppo_atari_multigpu"):
-            axis.plot(run.steps / 1e6, run.returns, ".", color=BLUE, ms=2, alpha=0.25)
-            axis.plot(run.steps / 1e6, running_mean(run.returns), color=BLUE, linewidth=1.8)
-        axis.set(title=env_id, xlabel="environment steps (millions)", ylabel="raw score of a game")
-        axis.set_xlim(left=0)
-    names = ("a training game", "mean of the last 100")
-    figure.legend(axes[0].lines[:2], names, loc="outside lower center", ncols=2, frameon=False)
-    save(figure, "ppo_atari_multigpu")
-
-
 SCRIPTS = ("ppo_continuous_action", "ppo_kl_adaptive 1M", "ppo_cma 1M")
 MUJOCO = (
     *("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Ant-v4", "Swimmer-v4", "Reacher-v4"),
@@ -241,20 +197,53 @@ MUJOCO = (
 )
 
 
+def learning(algorithms: Sequence[str], env_ids: Sequence[str], more: int = 0) -> tuple:
+    """A figure of learning curves: it, the axes that are left, the groups and their looks."""
+    groups = committed(algorithms, env_ids)
+    figure, axes = report.panels(len(env_ids) + more)
+    looks = report.styles(groups)
+    report.plot_curves(axes[: len(env_ids)], groups, "steps", looks)
+    return figure, axes[len(env_ids) :], groups, looks
+
+
+def clipped():
+    """The clipped scripts, at their defaults and at CleanRL's settings."""
+    names = [f"{script}{more}" for script in CLIPPED.values() for more in ("", " cleanrl")]
+    figure, _, _, looks = learning(names, list(CLIPPED))
+    report.save(figure, looks, RESULTS, "ppo", svg=False)
+
+
+def atari():
+    """The Atari scripts."""
+    figure, _, _, looks = learning(("ppo_atari_multigpu", "ppo_atari_lstm"), list(GOALS))
+    report.save(figure, looks, RESULTS, "ppo_atari_multigpu", svg=False)
+
+
 def head_to_head():
     """Clipped, KL-adaptive and CMA on eight environments, and the profile of final policies."""
-    groups = committed(SCRIPTS, MUJOCO)
-    figure, axes = report.panels(len(MUJOCO) + 1)
-    looks, scales = report.styles(groups), data.read_scales(data.SCALES)
-    report.plot_curves(axes[:-1], groups, "steps", looks)
+    figure, (axis,), groups, looks = learning(SCRIPTS, MUJOCO, more=1)
     (algorithms, _), *_ = report.compared(groups, "evaluation")
-    report.plot_profile(axes[-1], algorithms, "evaluation", scales, looks)
-    axes[-1].set(title="final policies", ylabel="fraction of runs above τ")
+    report.plot_profile(axis, algorithms, "evaluation", data.read_scales(data.SCALES), looks)
+    axis.set(title="final policies", ylabel="fraction of runs above τ")
     report.save(figure, looks, RESULTS / "head-to-head", "curves", svg=False)
 
 
+def modes():
+    """PPO-CMA and PPO by one script on eight environments, and their normalised mean."""
+    figure, (axis,), groups, looks = learning(("ppo_cma 1M", "ppo_cma 1M-ppo"), MUJOCO, more=1)
+    scales = data.read_scales(data.SCALES)
+    for name, look in looks.items():
+        lines = []
+        for group in (g for g in groups if g.algorithm == name):
+            low, high = scales[group.env_id].low, scales[group.env_id].high
+            finished = ((run.steps, running_mean(run.returns)) for run in group.finished)
+            lines.append([(x, (y - low) / (high - low)) for x, y in finished])
+        report.plot_band(axis, look, *lines)
+    axis.set(title="all eight, normalised", xlabel="environment steps")
+    report.save(figure, looks, RESULTS, "ppo_cma_modes", svg=False)
+
+
 PATCHES = {x.stem: x.read_text().splitlines() for x in (RESULTS.parent / "changes").glob("*.patch")}
-WHOLE = "ppo_cma 1M"
 CHANGES = {
     "ppo_cma 1M-no-mirror": "negative advantages are dropped, not mirrored",
     "ppo_cma 1M-H1": "the variance is fitted to one iteration, H = 1",
@@ -263,6 +252,7 @@ CHANGES = {
     "ppo_cma 1M-anneal-lr": "the learning rate falls linearly to 0",
 }
 ABLATED = ("Hopper-v4", "Walker2d-v4")
+MODES = {"ppo_cma 1M-ppo": "`--mode ppo`"}
 STUDY = {
     "ppo_continuous_action study-8-envs": "`--num-envs 8 --num-steps 256`",
     "ppo_continuous_action study-lambda-0.9": "`--gae-lambda 0.9`",
@@ -274,12 +264,13 @@ for name, lines in sorted(PATCHES.items()):
     else:  # and the lines that it adds: one more names the file by a +
         STUDY[f"change {name}"] = f"{lines[0]} (+{sum(x.startswith('+') for x in lines) - 1})"
 STUDIED = ("HalfCheetah-v4", "Walker2d-v4", "Ant-v4", "InvertedDoublePendulum-v4")
-SCREENED = "ppo_continuous_action study", STUDY, STUDIED, "evaluation", range(101, 104)
+SEEDS = range(101, 104)
+SCREENED = "ppo_continuous_action study", STUDY, STUDIED, "evaluation", SEEDS
 FOUND = {x: STUDY[x] for x in ("change fresh-advantages", "change least-std")}
-FOUND["change least-std+fresh-advantages"] = "both"
+FOUND["change least-std+fresh-advantages"] = "both: advantages again, least deviation"
 FOUND["ppo_continuous_action study-std-0.1"] = "the deviation is set back to a twentieth"
 FOUND["ppo_continuous_action study-8-envs"] = STUDY["ppo_continuous_action study-8-envs"]
-FOUND["change least-std-8-envs"] = "the same, and the deviation stays above a tenth of the box"
+FOUND["change least-std-8-envs"] = "8 environments, and the deviation stays above a tenth"
 EIGHT = (*STUDIED, "Hopper-v4", "Swimmer-v4", "Humanoid-v4", "Reacher-v4")
 FINALISTS = "ppo_continuous_action", FOUND, EIGHT, "evaluation"
 

@@ -8,6 +8,10 @@ bench --num-seeds 10 --env-ids "${mujoco[@]:0:3}" Ant-v4 Swimmer-v4 InvertedDoub
   --command "python ppo_continuous_action.py"
 bench --env-ids "${mujoco[@]:3}" Humanoid-v4 --command "python ppo_continuous_action.py"
 bench --env-ids Pendulum-v1 --command "python ppo_continuous_action.py --total-timesteps 200000"
+bench --num-seeds 10 --variant gamma-0.9999 --env-ids Swimmer-v4 --command "python ppo_continuous_action.py --gamma 0.9999"
+bench --num-seeds 3 --command "python ppo_continuous_action.py" --env-ids \
+  dm_control/{cartpole,pendulum,acrobot}-swingup-v0 dm_control/{cheetah,walker}-run-v0 dm_control/{walker,quadruped}-walk-v0 \
+  dm_control/{finger-spin,fish-upright,hopper-hop,humanoid-stand,reacher-easy}-v0
 bench --num-seeds 10 --env-ids CartPole-v1 --command "python ppo.py --total-timesteps 100000"
 bench --num-seeds 10 --env-ids Acrobot-v1 MountainCar-v0 --command "python ppo.py"
 taxi=(--num-seeds 3 --eval-episodes 100 --env-ids Taxi-v4)
@@ -26,8 +30,7 @@ bench --variant cleanrl --num-seeds 3 --env-ids MountainCar-v0 --command "python
 bench --variant cleanrl-500k --num-seeds 3 --env-ids CartPole-v1 --command "python ppo.py $discrete"
 bench --variant cleanrl --num-seeds 3 --env-ids "${mujoco[@]}" \
   --command "python ppo_continuous_action.py $continuous"
-bench --variant cleanrl --num-seeds 1 --env-ids Humanoid-v4 \
-  --command "python ppo_continuous_action.py $continuous"
+bench --variant cleanrl --num-seeds 1 --env-ids Humanoid-v4 --command "python ppo_continuous_action.py $continuous"
 
 # Humanoid to 10M: 64 environments and ten times the learning rate, as CleanRL's maintainer advises
 # (its issue 215); the other three are ours, not tuned

@@ -12,6 +12,12 @@ from benchmark.published import RESULTS, curves
 from benchmark.report import estimate, number, table
 
 SPEED = RESULTS / "speed"
+CLIPPED = "ppo_continuous_action"
+CONTROL = (  # of dm_control; the first four by --rpo-alpha, too
+    *("cheetah-run", "hopper-hop", "reacher-easy", "walker-walk", "acrobot-swingup"),
+    *("cartpole-swingup", "finger-spin", "fish-upright", "humanoid-stand", "pendulum-swingup"),
+    *("quadruped-walk", "walker-run"),
+)
 
 
 def bold(text: str) -> str:
@@ -37,7 +43,7 @@ def clipped_results() -> str:
     header += "| training there"
     rows = []
     for env_id, script in curves.CLIPPED.items():
-        own, cleanrl = (curves.runs(env_id, script, variant) for variant in curves.VARIANTS)
+        own, cleanrl = (curves.runs(env_id, script, name) for name in ("default", "cleanrl"))
         steps = own[0].info["args"]["total_timesteps"]
         name = f"{env_id}, {length(steps)}" + f" ({len(own)} seeds)" * (len(own) != 5)
         there = by_seed(cleanrl) + f" ({plural(len(cleanrl))})" * bool(cleanrl)
@@ -48,17 +54,32 @@ def clipped_results() -> str:
     return table(" | ".join([header, *(f"elsewhere, {name}" for name in curves.ELSEWHERE)]), rows)
 
 
-def rpo() -> str:
-    """Final policies of ppo_continuous_action.py by --rpo-alpha, 1M steps."""
-    mujoco = "HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Ant-v4"
-    names = [*mujoco, *sorted(path.name for path in RESULTS.glob("dm_control-*"))]
-    alphas, rows = ("0", "0.01", "0.1", "0.5"), []
-    for name in names:
-        settings = ["default" if name in mujoco else "rpo-0", *(f"rpo-{x}" for x in alphas[1:])]
-        found = [curves.runs(name, "ppo_continuous_action", setting) for setting in settings]
-        scores = [f"{by_seed(runs)} ({len(runs)})" if runs else "not run" for runs in found]
-        rows.append([name.replace("dm_control-", "dm_control/"), *scores])
-    return table(" | ".join(["environment", *(f"alpha {x} (seeds)" for x in alphas)]), rows)
+def control() -> str:
+    """Clipped PPO on dm_control at 1M steps, and CleanRL's PPO and RPO at 8M."""
+    rows = []
+    for name in sorted(f"dm_control/{task}-v0" for task in CONTROL):
+        if found := curves.runs(data.slug(name), CLIPPED):
+            cells = [name, len(found), bold(by_seed(found)), by_seed(found, "training")]
+            others = (f"{number(x.score)} ± {x.spread:.0f}" for x in curves.anchors(name))
+            rows.append([*cells, *others])
+    header = "environment | seeds | final policy | training | CleanRL's PPO, 8M, 10 seeds "
+    return table(header + "| its RPO, 8M, 10 seeds", rows)
+
+
+def goals() -> str:
+    """The study's goals, what the defaults make, and the highest that one of its changes does."""
+    rows, names = [], curves.STUDY | curves.FOUND
+    for row in data.read_csv(RESULTS.parent / "goals.csv"):
+        env_id, name, best = row["env_id"], f"{row['env_id']}, {row['setting']}", ""
+        own = curves.runs(env_id, CLIPPED, row["variant"])
+        if row["variant"] == "default":
+            tried = curves.committed(list(names), [env_id], curves.SEEDS)
+            top = max(tried, key=lambda group: stats.iqm(group.scores("evaluation")))
+            best = f"{estimate(top.scores('evaluation'))}, {names[top.algorithm]}"
+        made = f"{by_seed(own)} ({len(own)} seeds)" if own else "not run"
+        rows.append([name, number(row["goal"]), row["elsewhere"], made, best])
+    header = "environment | goal | highest found elsewhere | the defaults "
+    return table(header + "| highest of the study, 3 seeds", rows)
 
 
 def bootstrap() -> str:
@@ -312,41 +333,30 @@ HUMANOID = "ppo_continuous_action-Humanoid-v4"
 KL = "ppo_kl_adaptive-HalfCheetah-v4"
 
 
-def clipped_speed() -> str:
-    header = "| steps per CPU-second | relative to Stable-Baselines3 | to the bare environment, "
-    header += "random actions | eager, to Stable-Baselines3 "
-    header += "| memory: compiled, eager, Stable-Baselines3"
+SPEEDS = (  # README's five, and more
+    ("`ppo.py`, CartPole-v1", "ppo-CartPole-v1", "compiled"),
+    ("`ppo_continuous_action.py`, HalfCheetah-v4", CHEETAH, "compiled"),
+    ("the same, 8 environments", f"{CHEETAH}-8envs", "compiled"),
+    ("the same, Humanoid-v4", HUMANOID, "compiled"),
+    ("`ppo_kl_adaptive.py`, HalfCheetah-v4", KL, "1_environment"),
+    ("the same, 5 environments", KL, "5_environments"),
+    ("`ppo_continuous_action.py`, Hopper-v4", "ppo_continuous_action-Hopper-v4", "compiled"),
+    ("the same, Humanoid-v4, 32,000 steps an iteration, 1 epoch", f"{HUMANOID}-32k", "compiled"),
+)
+
+
+def speeds(most: int | None = 5, columns: int | None = 4) -> str:
+    """Steps per CPU-second of the scripts: README's part or all."""
+    header = "script, environment", "steps per CPU-second", "to Stable-Baselines3's PPO"
+    header += "to the bare environment", "eager, to Stable-Baselines3"
+    header += ("memory: compiled, eager, Stable-Baselines3",)
     rows = []
-    for name, file in {
-        "CartPole-v1": "ppo-CartPole-v1",
-        "HalfCheetah-v4": CHEETAH,
-        "HalfCheetah-v4, 8 environments": f"{CHEETAH}-8envs",
-        "Hopper-v4": "ppo_continuous_action-Hopper-v4",
-        "Humanoid-v4": HUMANOID,
-        "Humanoid-v4, 32,000 steps an iteration, 1 epoch": f"{HUMANOID}-32k",
-    }.items():
-        mine, sb3, eager, bare = map(costs(file).get, ("compiled", "sb3", "eager", "bare"))
+    for words, file, name in SPEEDS[:most]:
+        mine, sb3, eager, bare = map(costs(file).get, (name, "sb3", "eager", "bare"))
         memory = ", ".join(f"{x.memory:.0f}" if x else "-" for x in (mine, eager, sb3))
-        cells = [name, rate(mine), spread(mine, sb3), ratio(mine, bare), ratio(eager, sb3, 1)]
-        rows.append([*cells, f"{memory} MB"])
-    return table(f" {header}", rows)
-
-
-def speeds() -> str:
-    """README's: steps per CPU-second of all scripts."""
-    rows = []
-    for words, file, name in (
-        ("`ppo.py`, CartPole-v1", "ppo-CartPole-v1", "compiled"),
-        ("`ppo_continuous_action.py`, HalfCheetah-v4", CHEETAH, "compiled"),
-        ("the same, 8 environments", f"{CHEETAH}-8envs", "compiled"),
-        ("the same, Humanoid-v4", HUMANOID, "compiled"),
-        ("`ppo_kl_adaptive.py`, HalfCheetah-v4", KL, "1_environment"),
-    ):
-        found = costs(file)
-        mine = found[name]
-        rows.append([words, rate(mine), spread(mine, found["sb3"]), ratio(mine, found["bare"])])
-    header = "script, environment | steps per CPU-second | to Stable-Baselines3's PPO "
-    return table(header + "| to the bare environment", rows)
+        cells = [words, rate(mine), spread(mine, sb3), ratio(mine, bare), ratio(eager, sb3, 1)]
+        rows.append([*cells, f"{memory} MB"][:columns])
+    return table(" | ".join(header[:columns]), rows)
 
 
 def study_speed() -> str:
@@ -368,15 +378,6 @@ def growth(flag: str) -> str:
         mine = found["ppo_continuous_action"]
         rows.append([value, rate(mine), ratio(mine, found.get("bare"))])
     return table(f"`--{flag}` | steps per CPU-second | to the bare environment", rows)
-
-
-def kl_speed() -> str:
-    found, rows = costs(KL), []
-    for name, more in {"1_environment": "", "5_environments": " --num-envs 5"}.items():
-        ratios = spread(found[name], found["sb3"]), ratio(found[name], found["bare"])
-        rows.append([f"`ppo_kl_adaptive.py{more}`", *ratios])
-    header = "relative to Stable-Baselines3 2.9's PPO | to the bare environment, random actions"
-    return table(f" | {header}", rows)
 
 
 def atari_speed() -> str:
@@ -402,16 +403,21 @@ def atari_speed() -> str:
 BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
-        scores, speeds, study_speed, clipped_results, rpo, bootstrap, cma_results, humanoid,
-        kl_results, atari_results, clipped_speed, kl_speed, atari_speed,
+        scores, speeds, study_speed, clipped_results, control, goals, bootstrap, cma_results,
+        humanoid, kl_results, atari_results, atari_speed,
     )
 }  # fmt: skip
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
 BLOCKS |= {f"growth-{flag}": partial(growth, flag) for flag in ("num-envs", "num-minibatches")}
+BLOCKS["all-speeds"] = partial(speeds, None, None)
 BLOCKS["lstm-results"] = partial(atari_results, "ppo_atari_lstm")
-CMA = partial(ablations, curves.WHOLE, curves.CHANGES, curves.ABLATED)
+ALPHAS = {f"{CLIPPED} rpo-{x}": f"`--rpo-alpha {x}`" for x in (0.01, 0.1, 0.5)}
+ON = *curves.MUJOCO[:4], *(f"dm_control/{task}-v0" for task in CONTROL[:4])
+BLOCKS["rpo"] = partial(ablations, CLIPPED, ALPHAS, ON, "evaluation")
 for metric in report.METRICS:
-    BLOCKS |= {f"ablations-{metric}": partial(CMA, metric)}
     BLOCKS |= {f"head-to-head-{metric}": partial(head_to_head, metric)}
+    parts, modes = (curves.CHANGES, curves.ABLATED), (curves.MODES, curves.MUJOCO)
+    for name, studied in {"ablations": parts, "modes": modes}.items():
+        BLOCKS |= {f"{name}-{metric}": partial(ablations, "ppo_cma 1M", *studied, metric)}
 for name, studied in {"what-matters": curves.SCREENED, "finalists": curves.FINALISTS}.items():
     BLOCKS[name] = partial(ablations, *studied, paid="what_matters-changes")
