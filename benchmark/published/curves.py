@@ -284,5 +284,5 @@ def what_matters():
         axis.plot(probability, k, "o", color=BLUE)
     axis.axvline(0.5, color="black", linewidth=0.8)
     axis.set_yticks(range(len(found)), [STUDY[name].replace("`", "") for name, *_ in found])
-    axis.set(xlim=(0, 1), xlabel="P(a run with the change scores above one without)")
+    axis.set(xlim=(0, 1), xlabel="P(better)")
     save(figure, "what_matters")

@@ -8,6 +8,8 @@ bench --num-seeds 10 --env-ids "${mujoco[@]:0:3}" Ant-v4 Swimmer-v4 InvertedDoub
   --command "python ppo_continuous_action.py"
 bench --env-ids "${mujoco[@]:3}" Humanoid-v4 --command "python ppo_continuous_action.py"
 bench --env-ids Pendulum-v1 --command "python ppo_continuous_action.py --total-timesteps 200000"
+bench --variant 3M --env-ids HalfCheetah-v4 Walker2d-v4 Ant-v4 Humanoid-v4 \
+  --command "python ppo_continuous_action.py --total-timesteps 3000000"
 bench --num-seeds 10 --variant gamma-0.9999 --env-ids Swimmer-v4 --command "python ppo_continuous_action.py --gamma 0.9999"
 bench --num-seeds 3 --command "python ppo_continuous_action.py" --env-ids \
   dm_control/{cartpole,pendulum,acrobot}-swingup-v0 dm_control/{cheetah,walker}-run-v0 dm_control/{walker,quadruped}-walk-v0 \
@@ -23,13 +25,11 @@ bench "${taxi[@]}" --variant 8-envs --command "python ppo.py --no-clip-vloss --n
 # CleanRL's own settings, where this project's defaults differ
 discrete="--learning-rate 2.5e-4 --update-epochs 4"
 continuous="--log-std-init 0 --no-scale-actions --clip-vloss"
-bench --variant cleanrl --env-ids CartPole-v1 \
-  --command "python ppo.py --total-timesteps 100000 $discrete"
+bench --variant cleanrl --env-ids CartPole-v1 --command "python ppo.py --total-timesteps 100000 $discrete"
 bench --variant cleanrl --env-ids Acrobot-v1 --command "python ppo.py $discrete"
 bench --variant cleanrl --num-seeds 3 --env-ids MountainCar-v0 --command "python ppo.py $discrete"
 bench --variant cleanrl-500k --num-seeds 3 --env-ids CartPole-v1 --command "python ppo.py $discrete"
-bench --variant cleanrl --num-seeds 3 --env-ids "${mujoco[@]}" \
-  --command "python ppo_continuous_action.py $continuous"
+bench --variant cleanrl --num-seeds 3 --env-ids "${mujoco[@]}" --command "python ppo_continuous_action.py $continuous"
 bench --variant cleanrl --num-seeds 1 --env-ids Humanoid-v4 --command "python ppo_continuous_action.py $continuous"
 
 # Humanoid to 10M: 64 environments and ten times the learning rate, as CleanRL's maintainer advises
