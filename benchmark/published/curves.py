@@ -252,7 +252,7 @@ CHANGES = {
     "ppo_cma 1M-anneal-lr": "the learning rate falls linearly to 0",
 }
 ABLATED = ("Hopper-v4", "Walker2d-v4")
-MODES = {"ppo_cma 1M-ppo": "`--mode ppo`"}
+MODES = {"ppo_cma 1M-ppo": "`--mode ppo`, its own flags"}
 STUDY = {
     "ppo_continuous_action study-8-envs": "`--num-envs 8 --num-steps 256`",
     "ppo_continuous_action study-lambda-0.9": "`--gae-lambda 0.9`",

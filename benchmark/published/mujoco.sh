@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Clipped, KL-adaptive and CMA on eight MuJoCo environments, 1M steps, and mode ppo of ppo_cma.py, three seeds: runs
-# (given again, it goes on) and their tables. RUNS=folder, WORKERS=processes and SEEDS="1 2 ..." may be set; five seeds
-# take about three hours of two cores. A seed is finished on all environments before the next one starts. Of the
-# clipped one ppo.sh makes five more seeds, but not on Reacher and InvertedPendulum.
+# Clipped, KL-adaptive and CMA, and mode ppo of ppo_cma.py, on eight MuJoCo environments, 1M steps (given again, it goes on).
+# RUNS=folder, WORKERS=processes and SEEDS="1 2 ..." may be set; five seeds take about three hours of two cores, one after
+# the other. Of the clipped one ppo.sh makes five more seeds, but not on Reacher and InvertedPendulum.
 . "$(dirname "$0")/bench.sh"
 long=(HalfCheetah-v4 Swimmer-v4)                                       # each episode has 1000 steps
 falling=(Hopper-v4 Walker2d-v4 Ant-v4 InvertedPendulum-v4 InvertedDoublePendulum-v4)
 all=("${long[@]}" Reacher-v4 "${falling[@]}")
 kl="python ppo_kl_adaptive.py --total-timesteps 1000000 --episodes-per-batch"
-cma="python ppo_cma.py --no-anneal-lr --iter-steps 8000 --total-timesteps 1000000"
+cma="python ppo_cma.py --no-anneal-lr --total-timesteps 1000000"
+ppo="--mode ppo --iter-steps 2000 --minibatch-size 128 --clip-coef 0.005"
 
 for seed in ${SEEDS:-1 2 3 4 5}; do
   seed --env-ids "${all[@]}" --command "python ppo_continuous_action.py"
@@ -16,6 +16,6 @@ for seed in ${SEEDS:-1 2 3 4 5}; do
   seed --variant 1M --env-ids "${long[@]}" --command "$kl 5"
   seed --variant 1M --env-ids Reacher-v4 --command "$kl 50"
   seed --variant 1M --env-ids "${falling[@]}" --command "$kl 20"
-  seed --variant 1M --env-ids "${all[@]}" --command "$cma"
-  if ((seed <= 3)); then seed --variant 1M-ppo --env-ids "${all[@]}" --command "$cma --mode ppo"; fi
+  seed --variant 1M --env-ids "${all[@]}" --command "$cma --iter-steps 8000"
+  if ((seed <= 3)); then seed --variant 1M-ppo --env-ids "${all[@]}" --command "$cma $ppo"; fi
 done
