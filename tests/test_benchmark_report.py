@@ -518,7 +518,7 @@ def test_modes(tmp_path, monkeypatch):
     *_, pooled = drawn["figure"].axes
     assert [line.get_ydata()[-1] for line in pooled.lines] == pytest.approx([0.75, 0.25])
     _, _, whole, ppo = rows_of(tables.BLOCKS["modes-training"]())
-    assert (whole[0], ppo[0]) == ("none", "`--mode ppo`")
+    assert (whole[0], ppo[0]) == ("none", "`--mode ppo`, its own flags")
     assert ppo[1] == ", ".join("3" * 8) and ppo[-3:] == ["0.00 [0.00, 0.00]", ppo[-2], "worse"]
 
 

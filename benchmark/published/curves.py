@@ -237,9 +237,9 @@ def modes():
         for group in (g for g in groups if g.algorithm == name):
             low, high = scales[group.env_id].low, scales[group.env_id].high
             finished = ((run.steps, running_mean(run.returns)) for run in group.finished)
-            lines.append([(x, (y - low) / (high - low)) for x, y in finished])
+            lines.append([(x / 1e6, (y - low) / (high - low)) for x, y in finished])
         report.plot_band(axis, look, *lines)
-    axis.set(title="all eight, normalised", xlabel="environment steps")
+    axis.set(title="all eight, normalised", xlabel="million environment steps")
     report.save(figure, looks, RESULTS, "ppo_cma_modes", svg=False)
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every published number of ppo.py and ppo_continuous_action.py: runs (given again, it goes on), their
-# tables, speed. RUNS=folder and WORKERS=processes may be set; on two cores it takes about five hours.
+# tables, speed. RUNS=folder and WORKERS=processes may be set; on two cores it takes about nine hours.
 . "$(dirname "$0")/bench.sh"
 clipped="python ppo_continuous_action.py" mujoco=(HalfCheetah-v4 Walker2d-v4 Hopper-v4 InvertedPendulum-v4)
 
@@ -14,6 +14,7 @@ bench "${swimmer[@]}" --variant gamma-0.9999-lambda-0.99 --command "$clipped --g
 bench --num-seeds 3 --command "$clipped" --env-ids \
   dm_control/{cartpole,pendulum,acrobot}-swingup-v0 dm_control/{cheetah,walker}-run-v0 dm_control/{walker,quadruped}-walk-v0 \
   dm_control/{finger-spin,fish-upright,hopper-hop,humanoid-stand,reacher-easy}-v0
+bench --num-seeds 3 --variant log-std-0 --env-ids dm_control/{finger-spin,hopper-hop,pendulum-swingup}-v0 --command "$clipped --log-std-init 0"
 bench --num-seeds 10 --env-ids CartPole-v1 --command "python ppo.py --total-timesteps 100000"
 bench --num-seeds 10 --env-ids Acrobot-v1 MountainCar-v0 --command "python ppo.py"
 taxi=(--num-seeds 3 --eval-episodes 100 --env-ids Taxi-v4)
@@ -23,8 +24,7 @@ bench "${taxi[@]}" MountainCar-v0 --variant no-clip-vloss --command "python ppo.
 bench "${taxi[@]}" --variant 8-envs --command "python ppo.py --no-clip-vloss --num-envs 8"
 
 # CleanRL's own settings, where this project's defaults differ
-discrete="--learning-rate 2.5e-4 --update-epochs 4"
-continuous="--log-std-init 0 --no-scale-actions --clip-vloss"
+discrete="--learning-rate 2.5e-4 --update-epochs 4" continuous="--log-std-init 0 --no-scale-actions --clip-vloss"
 bench --variant cleanrl --env-ids CartPole-v1 --command "python ppo.py --total-timesteps 100000 $discrete"
 bench --variant cleanrl --env-ids Acrobot-v1 --command "python ppo.py $discrete"
 bench --variant cleanrl --num-seeds 3 --env-ids MountainCar-v0 --command "python ppo.py $discrete"

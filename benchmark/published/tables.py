@@ -58,12 +58,12 @@ def control() -> str:
     """Clipped PPO on dm_control at 1M steps, and CleanRL's PPO and RPO at 8M."""
     rows = []
     for name in sorted(f"dm_control/{task}-v0" for task in CONTROL):
-        if found := curves.runs(data.slug(name), CLIPPED):
-            cells = [name, len(found), bold(by_seed(found)), by_seed(found, "training")]
-            others = (f"{number(x.score)} ± {x.spread:.0f}" for x in curves.anchors(name))
-            rows.append([*cells, *others])
-    header = "environment | seeds | final policy | training | CleanRL's PPO, 8M, 10 seeds "
-    return table(header + "| its RPO, 8M, 10 seeds", rows)
+        quiet, loud = (curves.runs(data.slug(name), CLIPPED, x) for x in ("default", "log-std-0"))
+        own = bold(by_seed(quiet)), by_seed(loud), by_seed(quiet, "training")
+        others = (f"{number(x.score)} ± {x.spread:.0f}" for x in curves.anchors(name))
+        rows.append([name, len(quiet), *own, *others])
+    header = "environment | seeds | final policy | by `--log-std-init 0` | training "
+    return table(header + "| CleanRL's PPO, 8M, 10 seeds | its RPO, 8M, 10 seeds", rows)
 
 
 def goals() -> str:
@@ -76,7 +76,7 @@ def goals() -> str:
             tried = curves.committed(list(names), [env_id], curves.SEEDS)
             top = max(tried, key=lambda group: stats.iqm(group.scores("evaluation")))
             best = f"{estimate(top.scores('evaluation'))}, {names[top.algorithm]}"
-        made = f"{by_seed(own)} ({len(own)} seeds)" if own else "not run"
+        made = f"{by_seed(own)} ({plural(len(own))})" if own else "not run"
         rows.append([name, number(row["goal"]), row["elsewhere"], made, best])
     header = "environment | goal | highest found elsewhere | the defaults "
     return table(header + "| highest of the study, 3 seeds", rows)
