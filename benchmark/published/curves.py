@@ -257,6 +257,7 @@ STUDY = {
     "ppo_continuous_action study-8-envs": "`--num-envs 8 --num-steps 256`",
     "ppo_continuous_action study-lambda-0.9": "`--gae-lambda 0.9`",
     "ppo_continuous_action study-clip-vloss": "`--clip-vloss`",
+    "ppo_continuous_action study-target-kl": "`--target-kl 0.02`",
 }
 for name, lines in sorted(PATCHES.items()):
     if name.startswith("cma-"):
@@ -269,7 +270,8 @@ SCREENED = "ppo_continuous_action study", STUDY, STUDIED, "evaluation", SEEDS
 FOUND = {x: STUDY[x] for x in ("change fresh-advantages", "change least-std")}
 FOUND["change least-std+fresh-advantages"] = "both: advantages again, least deviation"
 FOUND["ppo_continuous_action study-std-0.1"] = "the deviation is set back to a twentieth"
-FOUND["ppo_continuous_action study-8-envs"] = STUDY["ppo_continuous_action study-8-envs"]
+for name in ("study-8-envs", "study-target-kl"):
+    FOUND[f"ppo_continuous_action {name}"] = STUDY[f"ppo_continuous_action {name}"]
 FOUND["change least-std-8-envs"] = "8 environments, and the deviation stays above a tenth"
 EIGHT = (*STUDIED, "Hopper-v4", "Swimmer-v4", "Humanoid-v4", "Reacher-v4")
 FINALISTS = "ppo_continuous_action", FOUND, EIGHT, "evaluation"

@@ -7,6 +7,8 @@ clipped="python ppo_continuous_action.py" mujoco=(HalfCheetah-v4 Walker2d-v4 Hop
 bench --num-seeds 10 --env-ids "${mujoco[@]:0:3}" Ant-v4 Swimmer-v4 InvertedDoublePendulum-v4 --command "$clipped"
 bench --env-ids "${mujoco[@]:3}" Humanoid-v4 --command "$clipped"
 bench --env-ids Pendulum-v1 --command "$clipped --total-timesteps 200000"
+bench --variant target-kl --start-seed 201 --num-seeds 10 --command "$clipped --target-kl 0.02" \
+  --env-ids {Humanoid,Ant,Walker2d,Hopper,HalfCheetah,InvertedDoublePendulum,Swimmer,Reacher}-v4
 bench --variant 3M --env-ids HalfCheetah-v4 Walker2d-v4 Ant-v4 Humanoid-v4 --command "$clipped --total-timesteps 3000000"
 swimmer=(--num-seeds 10 --env-ids Swimmer-v4)
 bench "${swimmer[@]}" --variant gamma-0.9999 --command "$clipped --gamma 0.9999"
