@@ -267,11 +267,9 @@ for name, lines in sorted(PATCHES.items()):
 STUDIED = ("HalfCheetah-v4", "Walker2d-v4", "Ant-v4", "InvertedDoublePendulum-v4")
 SEEDS = range(101, 104)
 SCREENED = "ppo_continuous_action study", STUDY, STUDIED, "evaluation", SEEDS
-FOUND = {x: STUDY[x] for x in ("change fresh-advantages", "change least-std")}
+FOUND = {x: STUDY[x] for x in STUDY if re.search("fresh|least|study-8|target", x)}
 FOUND["change least-std+fresh-advantages"] = "both: advantages again, least deviation"
 FOUND["ppo_continuous_action study-std-0.1"] = "the deviation is set back to a twentieth"
-for name in ("study-8-envs", "study-target-kl"):
-    FOUND[f"ppo_continuous_action {name}"] = STUDY[f"ppo_continuous_action {name}"]
 FOUND["change least-std-8-envs"] = "8 environments, and the deviation stays above a tenth"
 EIGHT = (*STUDIED, "Hopper-v4", "Swimmer-v4", "Humanoid-v4", "Reacher-v4")
 FINALISTS = "ppo_continuous_action", FOUND, EIGHT, "evaluation"

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Every published speed, in tables in benchmark/published/results/speed. On a machine that does nothing else;
-# about an hour.
+# Every published speed, in tables in benchmark/published/results/speed: an hour of a machine that does nothing else.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 folder=benchmark/published/results/speed

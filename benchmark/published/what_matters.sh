@@ -15,7 +15,6 @@ screen study "$script"
 screen study-8-envs "$script $eight"
 screen study-lambda-0.9 "$script --gae-lambda 0.9"
 screen study-clip-vloss "$script --clip-vloss"
-screen study-target-kl "$script --target-kl 0.02"
 for name in ${CHANGES:-floor-0.01 kl-rate value-epochs fresh-advantages state-std least-std wide-critic layer-norm \
   pink-noise symlog floor-0.1 floor-relative floor-0.001 least-std+fresh-advantages spo}; do
   screen "$name" "$change $name"
@@ -25,5 +24,5 @@ screen least-std-8-envs "$change least-std $eight"
 finish least-std-8-envs "$change least-std $eight"
 for name in fresh-advantages least-std; do finish $name "$change $name"; done
 finish study-8-envs "$script $eight"
-study study-target-kl "$script --target-kl 0.02" Humanoid-v4
+study study-target-kl "$script --target-kl 0.02" {HalfCheetah,Walker2d,Ant,InvertedDoublePendulum,Humanoid}-v4
 # study-std-0.1 is of commit 3015470, whose script had a flag that this one lacks: "$script --std-min 0.1"
