@@ -270,6 +270,7 @@ SCREENED = "ppo_continuous_action study", STUDY, STUDIED, "evaluation", SEEDS
 FOUND = {x: STUDY[x] for x in STUDY if re.search("fresh|least|study-8|target", x)}
 FOUND["change least-std+fresh-advantages"] = "both: advantages again, least deviation"
 FOUND["ppo_continuous_action study-std-0.1"] = "the deviation is set back to a twentieth"
+FOUND["ppo_continuous_action target-kl"] = "`--target-kl 0.02`, seeds 201 and on"
 FOUND["change least-std-8-envs"] = "8 environments, and the deviation stays above a tenth"
 EIGHT = (*STUDIED, "Hopper-v4", "Swimmer-v4", "Humanoid-v4", "Reacher-v4")
 FINALISTS = "ppo_continuous_action", FOUND, EIGHT, "evaluation"
@@ -280,8 +281,7 @@ def what_matters():
     found = sorted(list(effects(*SCREENED))[1:], key=lambda x: x[2][0])
     figure, axis = panels(1, 8.0, 0.8 + 0.27 * len(found))
     for k, (_, _, (probability, low, high, *_)) in enumerate(found):
-        axis.plot([low, high], [k, k], color=BLUE)
-        axis.plot(probability, k, "o", color=BLUE)
+        axis.plot([low, probability, high], [k] * 3, "-o", color=BLUE, markevery=[1])
     axis.axvline(0.5, color="black", linewidth=0.8)
     axis.set_yticks(range(len(found)), [STUDY[name].replace("`", "") for name, *_ in found])
     axis.set(xlim=(0, 1), xlabel="P(better)")
