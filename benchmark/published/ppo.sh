@@ -33,7 +33,7 @@ bench --variant cleanrl --num-seeds 3 --env-ids MountainCar-v0 --command "python
 bench --variant cleanrl-500k --num-seeds 3 --env-ids CartPole-v1 --command "python ppo.py $discrete"
 bench --variant cleanrl --num-seeds 3 --env-ids "${mujoco[@]}" Humanoid-v4 --command "$clipped $continuous"
 
-# Humanoid to 10M: 64 environments and ten times the learning rate by CleanRL's issue 215, the rest ours and not tuned
+# Humanoid to 10M: CleanRL's issue 215 advises 64 environments and ten times the rate; the rest is ours, not tuned
 large="--num-envs 64 --num-steps 64 --num-minibatches 4 --update-epochs 2 --learning-rate 2.95e-3"
 bench --variant 10M-64envs --num-seeds 2 --env-ids Humanoid-v4 \
   --command "$clipped --total-timesteps 10000000 $large"
