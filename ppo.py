@@ -11,7 +11,7 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
     1. take T steps in each of N environments with actions a ~ pi(a | s)
     2. A = GAE(lambda): a time limit bootstraps from the value of the true last observation, a
        termination does not, and the row after an episode's end (autoreset's) is never learned from
-    3. for K epochs, for each minibatch, with A normalised in it and r = pi(a | s) / pi_old(a | s):
+    3. for K epochs or until KL > target_kl, for each minibatch, with A normalised, r = pi / pi_old:
            minimise  -E[ min(r A, clip(r, 1 - eps, 1 + eps) A) ] + c_v E[ (V - R)^2 ] / 2 - c_e H
 
     python ppo.py --env-id CartPole-v1  # --resume runs/RUN goes on, --evaluate runs/RUN plays

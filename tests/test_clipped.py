@@ -674,7 +674,7 @@ def test_one_update_is_stable_baselines3s(script, ent_coef, monkeypatch):
     Env = type("Env", (gym.Env,), spaces_)
     args = script.Args(
         num_envs=N, num_steps=T, num_minibatches=8, update_epochs=10, clip_vloss=False,
-        ent_coef=ent_coef, max_grad_norm=0.1,
+        ent_coef=ent_coef, max_grad_norm=0.1, target_kl=None,
     )  # fmt: skip
     agent = make_agent(script, Env(), args)
     data = random_rollout(script, T, N, D, 1 if script is ppo else 2, 3, ends=0.05)

@@ -219,7 +219,7 @@ def test_cleanrls_defaults():
     discrete |= {"num_minibatches": 4, "ent_coef": 0.01, "clip_vloss": True, "clip_coef": 0.2}
     continuous = {"learning_rate": 3e-4, "update_epochs": 10, "num_envs": 1, "num_steps": 2048}
     continuous |= {"num_minibatches": 32, "ent_coef": 0.0, "clip_vloss": True, "clip_coef": 0.2}
-    continuous |= {"log_std_init": 0.0, "scale_actions": False}
+    continuous |= {"log_std_init": 0.0, "scale_actions": False, "target_kl": None}
     for script, expected in ((ppo, discrete), (ppo_continuous_action, continuous)):
         args = vars(command(cell, script))
         assert expected | same == {name: args[name] for name in expected | same}

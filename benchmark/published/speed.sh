@@ -10,7 +10,7 @@ now="--no-cuda --compile-from 0" # also in runs as short as these
 # CleanRL's settings
 one="python ppo.py --env-id CartPole-v1 --learning-rate 2.5e-4 --update-epochs 4 $now"
 speed --steps 122880 --command "compiled=$one" --command "eager=$one --no-compile"
-mujoco="--log-std-init 0 --no-scale-actions --clip-vloss $now"
+mujoco="--log-std-init 0 --no-scale-actions --clip-vloss --target-kl None $now"
 for env_id in HalfCheetah-v4 Hopper-v4 Humanoid-v4; do
   one="python ppo_continuous_action.py --env-id $env_id $mujoco"
   speed --steps 30720 --command "compiled=$one" --command "eager=$one --no-compile"
@@ -18,13 +18,16 @@ done
 speed --steps 49152 --warmup-steps 16384 --output $folder/ppo_continuous_action-HalfCheetah-v4-8envs.csv \
   --command "compiled=python ppo_continuous_action.py --env-id HalfCheetah-v4 $mujoco --num-envs 8"
 
-# docs/what_matters.md: the defaults with one environment and with eight, then each change of the study
-one="python ppo_continuous_action.py $now" eight="--num-envs 8 --num-steps 256"
+# docs/what_matters.md: whole runs, then each change of the study
+large="--num-envs 64 --num-steps 64 --num-minibatches 4 --update-epochs 2 --learning-rate 2.95e-3"
 for env_id in HalfCheetah-v4 Hopper-v4 Walker2d-v4 Ant-v4; do
-  speed --no-sb3 --steps 40960 --output $folder/what_matters-$env_id.csv --command "one=$one --env-id $env_id" \
-    --command "eight=$one --env-id $env_id $eight"
+  one="python ppo_continuous_action.py $now --env-id $env_id"
+  speed --rounds 1 --no-sb3 --steps 1000000 --output $folder/what_matters-$env_id.csv \
+    --command "default=$one" --command "none=$one --target-kl None" --command "large=$one $large"
 done
-changes=(--command "study=$one" --command "study-8-envs=$one $eight" --command "study-clip-vloss=$one --clip-vloss")
+now+=" --target-kl None" eight="--num-envs 8 --num-steps 256" one="python ppo_continuous_action.py"
+changes=(--command "study=$one $now")
+for flags in "8-envs=$eight" clip-vloss=--clip-vloss; do changes+=(--command "study-${flags/=/=$one $now }"); done
 for name in floor-0.01 kl-rate value-epochs fresh-advantages state-std least-std wide-critic layer-norm pink-noise symlog \
   least-std+fresh-advantages; do
   changes+=(--command "$name=python benchmark/published/change.py $name $now")
@@ -35,8 +38,7 @@ kl="python ppo_kl_adaptive.py --env-id HalfCheetah-v4 --episodes-per-batch 5 --n
 speed --steps 40000 --warmup-steps 10000 --command "1_environment=$kl" --command "5_environments=$kl --num-envs 5"
 
 cma="python ppo_cma.py --env-id Humanoid-v4 --no-cuda"
-speed --no-sb3 --steps 64000 --warmup-steps 32000 --command "1_environment=$cma" \
-  --command "4_environments=$cma --num-envs 4"
+speed --no-sb3 --steps 64000 --warmup-steps 32000 --command "1_environment=$cma" --command "4_environments=$cma --num-envs 4"
 
 pong="ppo_atari_multigpu.py --env-id Pong-v5 --no-cuda --num-threads 1 --env-threads 1"
 two="torchrun --standalone --nproc-per-node=2 $pong" pong="python $pong"
