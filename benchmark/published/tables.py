@@ -140,8 +140,8 @@ def scores() -> str:
     cma = curves.runs("Humanoid-v4", "ppo_cma", "anneal-lr")
     seeds = f"{len(clipped)}, 0, {len(cma)}"
     rows.append(["Humanoid-v4, 10M", seeds, by_seed(clipped), "", by_seed(cma)])
-    for env_id in ("CartPole-v1", "Acrobot-v1", "MountainCar-v0"):
-        found = curves.runs(env_id, "ppo")
+    for env_id in ("Humanoid-v4", "CartPole-v1", "Acrobot-v1", "MountainCar-v0"):
+        found = curves.runs(env_id, curves.CLIPPED[env_id])
         name = f"{env_id}, {length(found[0].info['args']['total_timesteps'])}"
         rows.append([name, f"{len(found)}, 0, 0", by_seed(found), "", ""])
     for run in games():
