@@ -16,7 +16,7 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
 
     python ppo_continuous_action.py  # --resume runs/RUN goes on, --evaluate runs/RUN plays
 
-Expect 6,300 on HalfCheetah-v4 after 1M steps, in two minutes on one CPU core. Flags and tags are
+Expect 5,900 on HalfCheetah-v4 after 1M steps, in two minutes on one CPU core. Flags and tags are
 CleanRL's, its defaults `--log-std-init 0 --no-scale-actions --clip-vloss --target-kl None`.
 """
 
