@@ -194,8 +194,8 @@ class Local:
         job()
 
     def start(self, jobs: list[Work]):
-        for job in jobs:
-            self.futures[job] = self.pool.submit(self.work, job)
+        self.futures |= dict.fromkeys(jobs)  # a Ctrl-C may come in the midst of the next line
+        self.futures |= {job: self.pool.submit(self.work, job) for job in jobs}
 
     def ended(self, jobs: list[Work]) -> list[Work]:
         return [job for job in jobs if self.futures[job].done()]

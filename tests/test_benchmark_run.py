@@ -517,6 +517,35 @@ def test_a_command_can_be_stopped_before_any_job_is_handed_over():
     assert Local(1, [], 1).stop() == "stopped; the same command goes on"
 
 
+def test_ctrl_c_while_jobs_are_handed_over(monkeypatch):
+    """The job that a worker has begun by then is told to stop, and so ends."""
+    place, ended = Local(1, [], 1), []
+
+    class Job:
+        stopped = False
+
+        def __call__(self):
+            late = time.monotonic() + 20
+            while not self.stopped and time.monotonic() < late:
+                time.sleep(0.01)
+            ended.append(self.stopped)
+
+        def stop(self):
+            self.stopped = True
+
+    def submit(*work):
+        handed_over(*work)
+        raise KeyboardInterrupt
+
+    handed_over = place.pool.submit
+    monkeypatch.setattr(place.pool, "submit", submit)
+    with pytest.raises(KeyboardInterrupt):
+        place.start([Job()])
+    wait_for(lambda: not place.pool._work_queue.qsize())
+    place.stop()
+    assert ended == [True]
+
+
 def test_ctrl_c_ends_a_command_that_waits_for_another(toy):
     command = "python toy.py --total-timesteps 40 --tick 0.4"
     first = background(command, num_seeds=1)
