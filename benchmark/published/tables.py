@@ -136,13 +136,13 @@ def scores() -> str:
     """README's: final policies of all scripts, one setting a script but where it is said."""
     groups = curves.committed(curves.SCRIPTS, curves.MUJOCO)
     rows = [[f"{name}, 1M", *cells] for name, *cells in scores_by_script(groups, "evaluation")]
-    clipped = curves.runs("Humanoid-v4", "ppo_continuous_action", "10M-64envs")
+    lengths = "10M-64envs", "3M", "default"
+    clipped, *more = (curves.runs("Humanoid-v4", CLIPPED, name) for name in lengths)
     cma = curves.runs("Humanoid-v4", "ppo_cma", "anneal-lr")
     seeds = f"{len(clipped)}, 0, {len(cma)}"
     rows.append(["Humanoid-v4, 10M", seeds, by_seed(clipped), "", by_seed(cma)])
-    for env_id in ("Humanoid-v4", "CartPole-v1", "Acrobot-v1", "MountainCar-v0"):
-        found = curves.runs(env_id, curves.CLIPPED[env_id])
-        name = f"{env_id}, {length(found[0].info['args']['total_timesteps'])}"
+    for found in more + [curves.runs(*x) for x in curves.CLIPPED.items() if "ppo" in x]:
+        name = f"{found[0].env_id}, {length(found[0].info['args']['total_timesteps'])}"
         rows.append([name, f"{len(found)}, 0, 0", by_seed(found), "", ""])
     for run in games():
         name = f"{run.env_id}, {run.steps[-1] / 1e6:.0f}M"
