@@ -23,7 +23,7 @@ CONTROL = (  # of dm_control; the first four by --rpo-alpha, too
 def bold(text: str) -> str:
     """The first word in bold: the number, not its interval."""
     first, _, rest = text.partition(" ")
-    return f"**{first}** {rest}".rstrip()
+    return f"**{first}** {rest}".rstrip() if text else ""
 
 
 def by_seed(runs: list[data.Run], metric: str = "evaluation") -> str:
