@@ -13,6 +13,6 @@ bench --env-ids Humanoid-v4 --command "python ppo_cma.py" --num-seeds 3 --varian
 for name in cma-published-ends cma-linear-mean; do
   bench --env-ids Humanoid-v4 --num-seeds 1 --variant $name --command "python benchmark/published/change.py $name --no-anneal-lr"
 done
-
-python -m benchmark.published
-python benchmark/published/didactic.py
+ppo="python ppo_cma.py --no-anneal-lr --mode ppo --minibatch-size 128 --total-timesteps 5000000" # the figure's: 0.0025
+for x in 0.0025 0.05 0.1 0.2; do bench --env-ids Humanoid-v4 --num-seeds 3 --variant 5M-ppo-$x --command "$ppo --clip-coef $x"; done
+python -m benchmark.published && python benchmark/published/didactic.py

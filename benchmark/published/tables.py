@@ -197,10 +197,8 @@ def cma_results() -> str:
             [curve.run.score("evaluation") for curve in found],
         ):
             cells.append(f"**{number(np.mean(own))}** ({number(min(own))} to {number(max(own))})")
-        if setting == car % 4:
-            original = ""  # which repeats an action twice
-        name = f"{env_id}, {setting}"
-        rows.append([name, f"{len(found)} x {steps}", cells[0], original, cells[1]])
+        cells.insert(1, original * (setting != car % 4))  # the original's action repeat is 2
+        rows.append([f"{env_id}, {setting}", f"{len(found)} x {steps}", *cells])
     header = "environment, command | seeds, steps | training return | original's training return "
     return table(header + "| mean action", rows)
 
@@ -213,9 +211,11 @@ def crossing(curve: curves.Curve, score: float) -> int:
 
 def humanoid() -> str:
     goals, rows = (1000, 2000, 3000, 4000), []
+    ppo = (("ppo_cma", f"5M-ppo-{x}", f", mode ppo, clip {x}") for x in (0.0025, 0.05, 0.1, 0.2))
     for script, variant, words in (
         ("ppo_cma", "default", ""),
         ("ppo_cma", "anneal-lr", ", `--anneal-lr`"),
+        *ppo,
         ("change", "cma-published-ends", ", cma-published-ends"),
         ("change", "cma-linear-mean", ", cma-linear-mean"),
         ("ppo_continuous_action", "10M-64envs", ", 64 environments"),
@@ -227,7 +227,7 @@ def humanoid() -> str:
             cells += [f"{step:.2f}M" if step else "not yet" for step in steps]
             for start, end in ((4.5e6, 5e6), (9e6, 10e6)):
                 inside = (curve.ends > start) & (curve.ends <= end)
-                cells.append(number(curve.returns[inside].mean()))
+                cells.append(number(curve.returns[inside].mean()) if inside.any() else "")
             rows.append([*cells, number(curve.run.score("evaluation"))])
     original = ["original, Humanoid-v2, mean of 3", "2.01M", "2.48M", "2.91M", "3.34M"]
     rows.append([*original, "4,593 at 5M", "4,609", ""])  # read off a figure
