@@ -24,6 +24,6 @@ screen least-std-8-envs "$change least-std $eight $old"
 
 finish least-std-8-envs "$change least-std $eight $old"
 for name in fresh-advantages least-std; do finish $name "$change $name $old"; done
-finish study-8-envs "$script $eight"
+finish study-8-envs "$script $eight"; finish study-clip-vloss "$script --clip-vloss"
 study study-target-kl "${script/None/0.02}" {HalfCheetah,Walker2d,Ant,InvertedDoublePendulum,Humanoid}-v4
 # study-std-0.1 is of commit 3015470, whose script had a flag that this one lacks: "python ppo_continuous_action.py --std-min 0.1"
