@@ -151,13 +151,12 @@ def save(figure, name: str, dpi: int = 140):
     plt.close(figure)
 
 
-CLIPPED = dict.fromkeys(
-    (
-        *("HalfCheetah-v4", "Walker2d-v4", "Hopper-v4", "Ant-v4", "Swimmer-v4", "Reacher-v4"),
-        *("InvertedPendulum-v4", "InvertedDoublePendulum-v4", "Humanoid-v4", "Pendulum-v1"),
-    ),
-    "ppo_continuous_action",
+MUJOCO = (
+    *("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Ant-v4", "Swimmer-v4", "Reacher-v4"),
+    *("InvertedPendulum-v4", "InvertedDoublePendulum-v4"),
 )
+FLAT = *MUJOCO, "Humanoid-v4", "Pusher-v5", "Pendulum-v1"
+CLIPPED = dict.fromkeys(FLAT, "ppo_continuous_action")
 CLIPPED |= dict.fromkeys(("CartPole-v1", "Acrobot-v1", "MountainCar-v0"), "ppo")
 
 
@@ -191,10 +190,6 @@ GOALS = {"Pong-v5": (0, 10, 18), "Breakout-v5": (10, 50, 100)}  # scores
 
 
 SCRIPTS = ("ppo_continuous_action", "ppo_kl_adaptive 1M", "ppo_cma 1M")
-MUJOCO = (
-    *("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Ant-v4", "Swimmer-v4", "Reacher-v4"),
-    *("InvertedPendulum-v4", "InvertedDoublePendulum-v4"),
-)
 
 
 def learning(algorithms: Sequence[str], env_ids: Sequence[str], more: int = 0) -> tuple:
