@@ -101,7 +101,7 @@ def test_result_tables_by_hand():
     assert cells("clipped-results", "HalfCheetah-v4, 1M")[1].startswith(f"**{middle}** [")
     assert cells("head-to-head-evaluation", "HalfCheetah-v4")[2].startswith(f"**{middle}** [")
     for script, run, name in (
-        ("ppo_cma", "default-s1", ", seed 1"),
+        ("ppo_cma", "default-s1", ", `--no-anneal-lr`, seed 1"),
         ("ppo_continuous_action", "10M-64envs-s2", ", 64 environments, seed 2"),
     ):
         folder = RESULTS / "Humanoid-v4" / script

@@ -262,7 +262,7 @@ for name, lines in sorted(PATCHES.items()):
 STUDIED = ("HalfCheetah-v4", "Walker2d-v4", "Ant-v4", "InvertedDoublePendulum-v4")
 SEEDS = range(101, 104)
 SCREENED = "ppo_continuous_action study", STUDY, STUDIED, "evaluation", SEEDS
-FOUND = {x: STUDY[x] for x in STUDY if re.search("fresh|least|study-8|-clip|target", x)}  # on all
+FOUND = {x: STUDY[x] for x in STUDY if re.search("fresh|least|study-8|-clip|target", x)}
 FOUND["change least-std+fresh-advantages"] = "both: advantages again, least deviation"
 FOUND["ppo_continuous_action study-std-0.1"] = "the deviation is set back to a twentieth"
 FOUND["ppo_continuous_action"] = "`--target-kl 0.02`, now the default, seeds 201 to 210"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Every published number of ppo_cma.py: runs (given again, it goes on), tables, pictures, speed.
-# RUNS=folder and WORKERS=processes may be set; on two cores it takes about six hours.
+# RUNS=folder and WORKERS=processes may be set; on two cores it takes about nine hours.
 . "$(dirname "$0")/bench.sh"
-# at a constant learning rate but for anneal-lr: it became the default after these runs. cma-linear-mean has not run
+# at a constant learning rate but for anneal-lr: it became the default after these runs. cma-linear-mean has not run, of 5M-ppo only seed 1
 car="python ppo_cma.py --no-anneal-lr --iter-steps 4000 --minibatch-size 2048 --total-timesteps 50000"
 
 bench --env-ids MountainCarContinuous-v0 --command "$car --action-repeat 4"

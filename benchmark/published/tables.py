@@ -178,8 +178,8 @@ def cma_results() -> str:
     """Means over seeds, and the range of single ones."""
     car, rows = "`--iter-steps 4000 --minibatch-size 2048 --action-repeat %d`", []
     for env_id, variant, setting in (
-        ("Humanoid-v4", "default", "defaults"),
-        ("Humanoid-v4", "anneal-lr", "`--anneal-lr`"),
+        ("Humanoid-v4", "default", "`--no-anneal-lr`"),
+        ("Humanoid-v4", "anneal-lr", "defaults"),
         ("Hopper-v4", "default", "`--iter-steps 8000`"),
         ("MountainCarContinuous-v0", "repeat2", car % 2),
         ("MountainCarContinuous-v0", "default", car % 4),
@@ -213,8 +213,8 @@ def humanoid() -> str:
     goals, rows = (1000, 2000, 3000, 4000), []
     ppo = (("ppo_cma", f"5M-ppo-{x}", f", mode ppo, clip {x}") for x in (0.0025, 0.05, 0.1, 0.2))
     for script, variant, words in (
-        ("ppo_cma", "default", ""),
-        ("ppo_cma", "anneal-lr", ", `--anneal-lr`"),
+        ("ppo_cma", "default", ", `--no-anneal-lr`"),
+        ("ppo_cma", "anneal-lr", ""),
         *ppo,
         ("change", "cma-published-ends", ", cma-published-ends"),
         ("change", "cma-linear-mean", ", cma-linear-mean"),
