@@ -67,8 +67,8 @@ def plain(value: object) -> str:
 
 
 def slug(env_id: str) -> str:
-    """An environment's id as the name of a folder; ValueError if it can't be one."""
-    name = env_id.replace("/", "-")
+    """An environment's id without its module, as a folder's name; ValueError if it can't be one."""
+    name = env_id.split(":")[-1].replace("/", "-")
     if name in ("", ".", "..") or name != plain(name) or len(name.encode()) > 200:
         raise ValueError(f"{env_id!r} can't name a folder")
     return name
@@ -119,7 +119,7 @@ def make_run(info: dict, text: str, job: dict) -> Run:
         seconds = table[-1, 1] if len(table) else np.nan
     lengths = (("episodes", args.get("num_episodes")), ("steps", args.get("total_timesteps")))
     words = {
-        "env_id": job.get("env_id") or args.get("env_id") or "unknown",
+        "env_id": (job.get("env_id") or args.get("env_id") or "unknown").split(":")[-1],
         "script": script,
         "variant": job.get("variant") or ("default" if name == script else name),
         "status": "failed" if job.get("reason") else info.get("status") or "missing",

@@ -290,10 +290,10 @@ def plan(
             own = [word.replace(place, str(value)) for word in own]
         jobs.append(Work(folder, results))
         made = jobs[-1].read()
-        if made.get("asked", command) != command:
+        if (made.get("asked", command), made.get("env_id", env_id)) != (command, env_id):
             refuse(
-                f"{folder} was made by {made['asked']!r}; give another --variant or --runs-dir, "
-                "or delete it"
+                f"{folder} was made by {made['asked']!r} for {made['env_id']}; give another "
+                "--variant or --runs-dir, or delete it"
             )
         job = {"env_id": env_id, "script": script, "variant": variant, "seed": seed}
         job |= {"foreign": foreign, "done": False, "reason": ""} | made

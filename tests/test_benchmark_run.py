@@ -621,7 +621,7 @@ def test_an_id_that_names_a_module_is_resumed_and_played(tmp_path, monkeypatch):
     flags = {"env_ids": ["mine:Mine-v0"], "num_seeds": 1, "eval_episodes": 2}
     monkeypatch.setitem(ENV, "PYTHONPATH", f"{ROOT}:{tmp_path}")
     assert bench(command, **flags, results="kept").returncode == 0
-    folder = Path("runs/mine:Mine-v0/ppo_continuous_action/default-s1")
+    folder = Path("runs/Mine-v0/ppo_continuous_action/default-s1")
     info = data.read_json(folder / "run" / "run.json")
     (folder / "run" / "run.json").write_text(json.dumps(info | {"status": "running"}))
     write_json(folder / "job.json", Work(folder, None).read() | {"done": False})
@@ -632,6 +632,8 @@ def test_an_id_that_names_a_module_is_resumed_and_played(tmp_path, monkeypatch):
     assert run.evaluation.tolist() == kept.evaluation.tolist()
     assert kept.info["final_return"] == pytest.approx(kept.score("training"), abs=0.01)
     assert kept.info["versions"]["mujoco"] == metadata.version("mujoco")
+    other = bench(command, **flags | {"env_ids": ["other:Mine-v0"]})
+    assert other.returncode == 2 and "for mine:Mine-v0; give another" in other.stderr
 
 
 CLUSTER = ROOT.parent / "shared" / "slurm" / "cluster"

@@ -6,5 +6,4 @@
 script="torchrun --standalone --nproc-per-node=${PROCESSES:-2} ppo_atari_multigpu.py --bf16"
 more="--num-envs 32 --num-minibatches 8 --update-epochs 3 --clip-coef 0.2 --learning-rate 5e-4"
 bench --workers 1 --num-seeds 1 --env-ids Pong-v5 Breakout-v5 --command "$script $more --total-timesteps 4000000"
-
 python -m benchmark.published

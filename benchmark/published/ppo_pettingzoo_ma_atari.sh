@@ -9,5 +9,4 @@ script="python ppo_pettingzoo_ma_atari.py --num-threads 1"
 more="--num-envs 32 --num-minibatches 8 --update-epochs 3 --clip-coef 0.2 --learning-rate 5e-4 --eval-interval 50"
 bench --workers 1 --num-seeds 1 --eval-episodes 100 --env-ids pong_v3 \
   --command "$script $more --total-timesteps 2000000"
-
 python -m benchmark.published

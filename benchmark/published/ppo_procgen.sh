@@ -6,5 +6,4 @@
 script="python ppo_procgen.py --num-threads 1 --env-threads 1 --num-levels 200"
 bench --workers 1 --num-seeds 1 --eval-episodes 100 --env-ids StarpilotEasy-v0 \
   --command "$script --total-timesteps 1000000 --num-steps 64"
-
 python -m benchmark.published
