@@ -1,4 +1,4 @@
-"""The changes of ppo_continuous_action.py that benchmark/published/what_matters.sh compares."""
+"""What benchmark/published adds to ppo_continuous_action.py: changes, and an environment."""
 
 import sys
 from pathlib import Path
@@ -118,3 +118,19 @@ def test_value_epochs_move_the_critic_alone(tmp_path, monkeypatch):
     actors, critics = zip(*seen, strict=True)
     assert all(torch.equal(x, actors[7]) for x in actors[8:])
     assert not torch.equal(actors[6], actors[7]) and not torch.equal(critics[-2], critics[-1])
+
+
+def test_pusher_is_v4_and_seeded():
+    """Version 4 rewards the state before a step; version 5, the one after it."""
+    env = script.make_env("benchmark.published.pusher:Pusher-v4")
+    firsts = [env.reset(seed=seed)[0] for seed in (1, 2, 1, None)]
+    assert [(firsts[0] == obs).all() for obs in firsts] == [True, False, True, False]
+    obs, action, played = firsts[-1], np.linspace(-1.5, 1.5, 7), 0
+    ended = truncated = False
+    while not (ended or truncated):
+        arm, thing, goal = obs[14:17], obs[17:20], obs[20:]
+        expected = -np.linalg.norm(thing - goal) - 0.5 * np.linalg.norm(arm - thing)
+        obs, reward, ended, truncated, _ = env.step(action)
+        assert reward == pytest.approx(expected - 0.1 * action @ action, abs=1e-6)
+        played += 1
+    assert (played, bool(ended), bool(truncated)) == (100, False, True)
