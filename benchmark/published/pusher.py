@@ -1,17 +1,20 @@
 """Pusher-v4 by EnvPool: gymnasium's own refuses to run on MuJoCo 3. To a script it is
 `--env-id benchmark.published.pusher:Pusher-v4`."""
 
+from functools import partial
+
 import envpool
 import gymnasium as gym
 
+make = partial(envpool.make_gymnasium, "Pusher-v4", num_envs=1, num_threads=1)
 
 class Pusher(gym.Env):
-    pool = envpool.make_gymnasium("Pusher-v4", num_envs=1, num_threads=1)
+    pool = make(seed=0)
     observation_space, action_space = pool.observation_space, pool.action_space
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
-            self.pool = envpool.make_gymnasium("Pusher-v4", num_envs=1, num_threads=1, seed=seed)
+            self.pool = make(seed=seed % 2**31)
         return self.pool.reset()[0][0], {}
 
     def step(self, action):

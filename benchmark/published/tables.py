@@ -2,6 +2,7 @@
 and <!-- end -->. `python -m benchmark.published` makes them anew.
 """
 
+import itertools
 from functools import partial
 from statistics import median
 
@@ -215,7 +216,9 @@ def humanoid() -> str:
     for script, variant, words in (
         ("ppo_cma", "default", ", `--no-anneal-lr`"),
         ("ppo_cma", "anneal-lr", ""),
+        ("ppo_cma", "5M-N8000", ", `--no-anneal-lr`, N = 8,000"),
         *ppo,
+        ("ppo_cma", "5M-ppo-0.0025-N8000", ", mode ppo, clip 0.0025, N = 8,000"),
         ("change", "cma-published-ends", ", cma-published-ends"),
         ("change", "cma-linear-mean", ", cma-linear-mean"),
         ("ppo_continuous_action", "10M-64envs", ", 64 environments"),
@@ -242,6 +245,7 @@ def kl_results() -> str:
     """Of each seed the mean return of the five iterations that end with an episode."""
     marks = [("HalfCheetah-v4", 1000), ("HalfCheetah-v4", 3000), ("Swimmer-v4", 1000)]
     marks += [("Hopper-v4", mark) for mark in (1000, 2000, 3000)] + [("InvertedPendulum-v4", 640)]
+    marks += [("Humanoid-v4", 5000), ("Humanoid-v4", 10_000), ("HumanoidStandup-v4", 1000)]
     rows = []
     for env_id, mark in marks:
         scores = [
@@ -286,14 +290,16 @@ def coady(prefix: str) -> str:
 # --- Atari ----------------------------------------------------------------------------------------
 
 
-def games(script: str = "ppo_atari_multigpu") -> list[data.Run]:
-    return [run for name in curves.GOALS for run in curves.runs(name, script)]
+def games(script: str = "ppo_atari_multigpu", variant: str = "default") -> list[data.Run]:
+    return [run for name in curves.GOALS for run in curves.runs(name, script, variant)]
 
 
 def atari_results(script: str = "ppo_atari_multigpu") -> str:
     rows = []
-    for run in games(script):
-        cells = [f"{run.env_id}, seed {run.seed}", f"{run.steps[-1] / 1e6:.2f}M, {run.hours:.1f}"]
+    variants = ("default", "2M-1process", "2M-2processes")
+    for run in itertools.chain.from_iterable(games(script, variant) for variant in variants):
+        setting = f", {run.variant}" * (run.variant != "default")
+        cells = [f"{run.env_id}{setting}, seed {run.seed}", f"{run.steps[-1] / 1e6:.2f}M, {run.hours:.1f}"]
         cells += [f"**{run.score(metric):.1f}**" for metric in ("training", "evaluation")]
         for goal in curves.GOALS[run.env_id]:
             step = stats.first_reach(run.steps, run.returns, goal, least=100) / 1e6
