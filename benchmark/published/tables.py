@@ -299,7 +299,8 @@ def atari_results(script: str = "ppo_atari_multigpu") -> str:
     variants = ("default", "2M-1process", "2M-2processes")
     for run in itertools.chain.from_iterable(games(script, variant) for variant in variants):
         setting = f", {run.variant}" * (run.variant != "default")
-        cells = [f"{run.env_id}{setting}, seed {run.seed}", f"{run.steps[-1] / 1e6:.2f}M, {run.hours:.1f}"]
+        name = f"{run.env_id}{setting}, seed {run.seed}"
+        cells = [name, f"{run.steps[-1] / 1e6:.2f}M, {run.hours:.1f}"]
         cells += [f"**{run.score(metric):.1f}**" for metric in ("training", "evaluation")]
         for goal in curves.GOALS[run.env_id]:
             step = stats.first_reach(run.steps, run.returns, goal, least=100) / 1e6
