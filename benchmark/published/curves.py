@@ -155,7 +155,7 @@ MUJOCO = (
     *("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Ant-v4", "Swimmer-v4", "Reacher-v4"),
     *("InvertedPendulum-v4", "InvertedDoublePendulum-v4"),
 )
-FLAT = *MUJOCO, "Humanoid-v4", "Pusher-v5", "Pendulum-v1"
+FLAT = *MUJOCO, "Humanoid-v4", "Pusher-v4", "Pendulum-v1"
 CLIPPED = dict.fromkeys(FLAT, "ppo_continuous_action")
 CLIPPED |= dict.fromkeys(("CartPole-v1", "Acrobot-v1", "MountainCar-v0"), "ppo")
 
