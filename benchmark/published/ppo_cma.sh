@@ -2,20 +2,18 @@
 # Every published number of ppo_cma.py: runs (given again, it goes on), tables, pictures, speed.
 # RUNS=folder and WORKERS=processes may be set; on two cores it takes about nine hours.
 . "$(dirname "$0")/bench.sh"
-# at a constant learning rate but for anneal-lr: it became the default after these runs. cma-linear-mean has not run, of 5M-ppo only seed 1
+# at a constant learning rate but for anneal-lr: it became the default after these runs
 car="python ppo_cma.py --no-anneal-lr --iter-steps 4000 --minibatch-size 2048 --total-timesteps 50000"
 bench --env-ids MountainCarContinuous-v0 --command "$car --action-repeat 4"
 bench --env-ids MountainCarContinuous-v0 --command "$car --action-repeat 2" --variant repeat2
-small="python ppo_cma.py --no-anneal-lr --iter-steps 8000 --total-timesteps"
-bench --env-ids Hopper-v4 --command "$small 400000"
-bench --env-ids Humanoid-v4 --num-seeds 1 --variant 5M-N8000 --command "$small 5000000"
+bench --env-ids Hopper-v4 --command "python ppo_cma.py --no-anneal-lr --iter-steps 8000 --total-timesteps 400000"
+bench --env-ids Humanoid-v4 --command "python ppo_cma.py --no-anneal-lr --iter-steps 8000 --total-timesteps 5000000" --num-seeds 1 --variant 5M-N8000
 bench --env-ids Humanoid-v4 --command "python ppo_cma.py --no-anneal-lr" --num-seeds 3
 bench --env-ids Humanoid-v4 --command "python ppo_cma.py" --num-seeds 3 --variant anneal-lr
 for name in cma-published-ends cma-linear-mean; do
   bench --env-ids Humanoid-v4 --num-seeds 1 --variant $name --command "python benchmark/published/change.py $name --no-anneal-lr"
 done
 ppo="python ppo_cma.py --no-anneal-lr --mode ppo --minibatch-size 128 --total-timesteps 5000000 --clip-coef" # the figure's: 0.0025
-human() { bench --env-ids Humanoid-v4 --num-seeds "$1" --variant "5M-ppo-$2" --command "$ppo ${2/-N/ --iter-steps }"; }
-for x in 0.0025 0.1; do human 3 $x; done
-for x in 0.05 0.2 0.0025-N8000; do human 1 $x; done
+human() { bench --env-ids Humanoid-v4 --variant "5M-ppo-$1" --command "$ppo $1" --num-seeds $2; }
+for x in "0.0025 3" "0.05 1" "0.1 3" "0.2 1"; do human $x; done # and seeds
 python -m benchmark.published && python benchmark/published/didactic.py

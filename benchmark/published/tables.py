@@ -218,7 +218,6 @@ def humanoid() -> str:
         ("ppo_cma", "anneal-lr", ""),
         ("ppo_cma", "5M-N8000", ", `--no-anneal-lr`, N = 8,000"),
         *ppo,
-        ("ppo_cma", "5M-ppo-0.0025-N8000", ", mode ppo, clip 0.0025, N = 8,000"),
         ("change", "cma-published-ends", ", cma-published-ends"),
         ("change", "cma-linear-mean", ", cma-linear-mean"),
         ("ppo_continuous_action", "10M-64envs", ", 64 environments"),
@@ -296,7 +295,7 @@ def games(script: str = "ppo_atari_multigpu", variant: str = "default") -> list[
 
 def atari_results(script: str = "ppo_atari_multigpu") -> str:
     rows = []
-    variants = ("default", "2M-1process", "2M-2processes")
+    variants = ("default", "2M-by-1", "2M-by-2")
     for run in itertools.chain.from_iterable(games(script, variant) for variant in variants):
         setting = f", {run.variant}" * (run.variant != "default")
         name = f"{run.env_id}{setting}, seed {run.seed}"
