@@ -15,6 +15,7 @@ import csv
 import gzip
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,9 +67,14 @@ def plain(value: object) -> str:
     return "".join(c if c.isprintable() else " " for c in str(value or ""))
 
 
+def without_module(env_id: str) -> str:
+    """An environment's id; of package.module:Id it is Id."""
+    return re.sub(r"^[\w.]+:", "", env_id)
+
+
 def slug(env_id: str) -> str:
     """An environment's id without its module, as a folder's name; ValueError if it can't be one."""
-    name = env_id.split(":")[-1].replace("/", "-")
+    name = without_module(env_id).replace("/", "-")
     if name in ("", ".", "..") or name != plain(name) or len(name.encode()) > 200:
         raise ValueError(f"{env_id!r} can't name a folder")
     return name
@@ -119,7 +125,7 @@ def make_run(info: dict, text: str, job: dict) -> Run:
         seconds = table[-1, 1] if len(table) else np.nan
     lengths = (("episodes", args.get("num_episodes")), ("steps", args.get("total_timesteps")))
     words = {
-        "env_id": (job.get("env_id") or args.get("env_id") or "unknown").split(":")[-1],
+        "env_id": without_module(job.get("env_id") or args.get("env_id") or "unknown"),
         "script": script,
         "variant": job.get("variant") or ("default" if name == script else name),
         "status": "failed" if job.get("reason") else info.get("status") or "missing",
