@@ -1,11 +1,13 @@
 """What benchmark/published adds to ppo_continuous_action.py: changes, and an environment."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.tensorboard import SummaryWriter
 
 import ppo_continuous_action as script
 from benchmark.published import change
@@ -134,3 +136,13 @@ def test_pusher_is_v4_and_seeded():
         assert reward == pytest.approx(expected - 0.1 * action @ action, abs=1e-6)
         played += 1
     assert (played, bool(ended), bool(truncated)) == (100, False, True)
+
+
+def test_saturation_is_a_mean_over_each_million_steps(tmp_path):
+    for name, tag in (("a-s1", "charts/saturated_means"), ("other-s1", "charts/policy_std")):
+        with SummaryWriter(str(tmp_path / "Humanoid-v4" / "script" / name / "run")) as log:
+            for step, value in ((500_000, 0.25), (999_999, 0.75), (1_000_000, 0.125)):
+                log.add_scalar(tag, value, step)
+    command = [sys.executable, str(change.HERE / "saturation.py"), str(tmp_path)]
+    made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert made == "run,1M,2M,3M,4M,5M,6M,7M,8M,9M,10M\na-s1,50.00,12.50,-,-,-,-,-,-,-,-\n"

@@ -61,11 +61,6 @@ def by_batch(env_id: str) -> list[Curve]:
     return curves
 
 
-def smooth(values: np.ndarray, width: int = 3) -> np.ndarray:
-    """Mean of each window and those before it, `width` in all."""
-    return np.array([values[max(0, i + 1 - width) : i + 1].mean() for i in range(len(values))])
-
-
 ANY = range(2**63)  # seeds
 
 
@@ -166,7 +161,7 @@ def kl_adaptive():
     figure, axes = panels(len(env_ids), 4.0, 3.8)
     for env_id, axis in zip(env_ids, axes, strict=True):
         curves = by_batch(env_id)
-        values = [smooth(curve.returns, 5) for curve in curves]
+        values = [running_mean(curve.returns, 5) for curve in curves]
         for curve, value in zip(curves, values, strict=True):
             axis.plot(curve.ends, value, color=BLUE, linewidth=0.8, alpha=0.45)
         shared = min(map(len, values))
@@ -187,8 +182,6 @@ def kl_adaptive():
 
 
 GOALS = {"Pong-v5": (0, 10, 18), "Breakout-v5": (10, 50, 100)}  # scores
-
-
 SCRIPTS = ("ppo_continuous_action", "ppo_kl_adaptive 1M", "ppo_cma 1M")
 
 
@@ -209,8 +202,9 @@ def clipped():
 
 
 def atari():
-    """The Atari scripts."""
-    figure, _, _, looks = learning(("ppo_atari_multigpu", "ppo_atari_lstm"), list(GOALS))
+    """The Atari scripts, and the defaults by one process and by two."""
+    names = [f"ppo_atari_multigpu{more}" for more in ("", " 2M-by-1", " 2M-by-2")]
+    figure, _, _, looks = learning((*names, "ppo_atari_lstm"), list(GOALS))
     report.save(figure, looks, RESULTS, "ppo_atari_multigpu", svg=False)
 
 

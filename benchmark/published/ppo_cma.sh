@@ -7,13 +7,13 @@ car="python ppo_cma.py --no-anneal-lr --iter-steps 4000 --minibatch-size 2048 --
 bench --env-ids MountainCarContinuous-v0 --command "$car --action-repeat 4"
 bench --env-ids MountainCarContinuous-v0 --command "$car --action-repeat 2" --variant repeat2
 bench --env-ids Hopper-v4 --command "python ppo_cma.py --no-anneal-lr --iter-steps 8000 --total-timesteps 400000"
-bench --env-ids Humanoid-v4 --command "python ppo_cma.py --no-anneal-lr --iter-steps 8000 --total-timesteps 5000000" --num-seeds 1 --variant 5M-N8000
-bench --env-ids Humanoid-v4 --command "python ppo_cma.py --no-anneal-lr" --num-seeds 3
-bench --env-ids Humanoid-v4 --command "python ppo_cma.py" --num-seeds 3 --variant anneal-lr
+human() { bench --env-ids Humanoid-v4 --variant "$1" --num-seeds "$2" --command "python ppo_cma.py $3"; }
+human default 3 --no-anneal-lr; human anneal-lr 3 ""; human half-rate 1 "--no-anneal-lr --learning-rate 2.5e-4"
+human 5M-N8000 1 "--no-anneal-lr --iter-steps 8000 --total-timesteps 5000000"
 for name in cma-published-ends cma-linear-mean; do
   bench --env-ids Humanoid-v4 --num-seeds 1 --variant $name --command "python benchmark/published/change.py $name --no-anneal-lr"
 done
-ppo="python ppo_cma.py --no-anneal-lr --mode ppo --minibatch-size 128 --total-timesteps 5000000 --clip-coef" # the figure's: 0.0025
-human() { bench --env-ids Humanoid-v4 --variant "5M-ppo-$1" --command "$ppo $1" --num-seeds $2; }
-for x in "0.0025 3" "0.05 1" "0.1 3" "0.2 1"; do human $x; done # and seeds
+ppo="--no-anneal-lr --mode ppo --minibatch-size 128 --total-timesteps 5000000 --clip-coef" # the figure's: 0.0025
+for x in 0.0025/3 0.05/1 0.1/3 0.2/1; do human "5M-ppo-${x%/*}" ${x#*/} "$ppo ${x%/*}"; done # and seeds
+python benchmark/published/saturation.py "${RUNS:-runs/published}" >benchmark/published/results/saturation.csv
 python -m benchmark.published && python benchmark/published/didactic.py

@@ -2,7 +2,6 @@
 and <!-- end -->. `python -m benchmark.published` makes them anew.
 """
 
-import itertools
 from functools import partial
 from statistics import median
 
@@ -187,19 +186,18 @@ def cma_results() -> str:
     ):
         found = curves.load(env_id, "ppo_cma", variant)
         most = found[0].run.info["args"]["total_timesteps"]
-        steps = f"{most / 1e6:.1f}M" if most >= 1e6 else length(most)
         points = [x for x in curves.anchors(env_id) if x.algorithm.startswith("ppo-cma-m")]
         nearest = min(points, key=lambda x: abs(x.steps - most))
         who = f"{nearest.env_id}, " * (nearest.env_id != env_id) + plural(nearest.seeds)
         original = f"{number(nearest.score)} at {nearest.steps / 1e6:g}M ({who})"
         cells = []
         for own in (
-            [curves.smooth(curve.returns)[-1] for curve in found],
+            [stats.running_mean(curve.returns, 3)[-1] for curve in found],
             [curve.run.score("evaluation") for curve in found],
         ):
             cells.append(f"**{number(np.mean(own))}** ({number(min(own))} to {number(max(own))})")
         cells.insert(1, original * (setting != car % 4))  # the original's action repeat is 2
-        rows.append([f"{env_id}, {setting}", f"{len(found)} x {steps}", *cells])
+        rows.append([f"{env_id}, {setting}", f"{len(found)} x {length(most)}", *cells])
     header = "environment, command | seeds, steps | training return | original's training return "
     return table(header + "| mean action", rows)
 
@@ -216,6 +214,7 @@ def humanoid() -> str:
     for script, variant, words in (
         ("ppo_cma", "default", ", `--no-anneal-lr`"),
         ("ppo_cma", "anneal-lr", ""),
+        ("ppo_cma", "half-rate", ", `--no-anneal-lr --learning-rate 2.5e-4`"),
         ("ppo_cma", "5M-N8000", ", `--no-anneal-lr`, N = 8,000"),
         *ppo,
         ("change", "cma-published-ends", ", cma-published-ends"),
@@ -233,8 +232,7 @@ def humanoid() -> str:
             rows.append([*cells, number(curve.run.score("evaluation"))])
     original = ["original, Humanoid-v2, mean of 3", "2.01M", "2.48M", "2.91M", "3.34M"]
     rows.append([*original, "4,593 at 5M", "4,609", ""])  # read off a figure
-    header = ["", *map(str, goals), "4.5 to 5M", "9 to 10M", "mean action"]
-    return table(" | ".join(header), rows)
+    return table(f" | {' | '.join(map(str, goals))} | 4.5 to 5M | 9 to 10M | mean action", rows)
 
 
 # --- KL-adaptive PPO ------------------------------------------------------------------------------
@@ -248,7 +246,7 @@ def kl_results() -> str:
     rows = []
     for env_id, mark in marks:
         scores = [
-            curves.smooth(curve.returns, 5)[np.searchsorted(curve.ends, mark)]
+            stats.running_mean(curve.returns, 5)[np.searchsorted(curve.ends, mark)]
             for curve in curves.by_batch(env_id)
             if curve.ends[-1] >= mark
         ]
@@ -289,14 +287,14 @@ def coady(prefix: str) -> str:
 # --- Atari ----------------------------------------------------------------------------------------
 
 
-def games(script: str = "ppo_atari_multigpu", variant: str = "default") -> list[data.Run]:
-    return [run for name in curves.GOALS for run in curves.runs(name, script, variant)]
+def games(script: str = "ppo_atari_multigpu", *more: str) -> list[data.Run]:
+    kinds = "default", *more
+    return [x for kind in kinds for game in curves.GOALS for x in curves.runs(game, script, kind)]
 
 
 def atari_results(script: str = "ppo_atari_multigpu") -> str:
     rows = []
-    variants = ("default", "2M-by-1", "2M-by-2")
-    for run in itertools.chain.from_iterable(games(script, variant) for variant in variants):
+    for run in games(script, "2M-by-1", "2M-by-2"):
         setting = f", {run.variant}" * (run.variant != "default")
         name = f"{run.env_id}{setting}, seed {run.seed}"
         cells = [name, f"{run.steps[-1] / 1e6:.2f}M, {run.hours:.1f}"]
@@ -416,6 +414,7 @@ BLOCKS = {
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
 BLOCKS |= {f"growth-{flag}": partial(growth, flag) for flag in ("num-envs", "num-minibatches")}
 BLOCKS["all-speeds"] = partial(speeds, None, None)
+BLOCKS["saturation"] = lambda: report.listed(data.read_csv(RESULTS / "saturation.csv"))
 BLOCKS["lstm-results"] = partial(atari_results, "ppo_atari_lstm")
 ALPHAS = {f"{CLIPPED} rpo-{x}": f"`--rpo-alpha {x}`" for x in (0.01, 0.1, 0.5)}
 ON = *curves.MUJOCO[:4], *(f"dm_control/{task}-v0" for task in CONTROL[:4])
