@@ -11,5 +11,5 @@ for folder in sorted(Path(sys.argv[1]).glob("Humanoid-v4/*/*/run")):
     log = EventAccumulator(str(folder)).Reload()
     if (tag := "charts/saturated_means") in log.Tags()["scalars"]:
         each = ([p.value for p in log.Scalars(tag) if p.step // 1e6 == k] for k in range(10))
-        cells = [f"{100 * sum(x) / len(x):.2f}" if x else "-" for x in each]
+        cells = [f"{100 * sum(x) / len(x):.2f}" if len(x) > 1 else "-" for x in each]
         print(folder.parent.name, *cells, sep=",")
