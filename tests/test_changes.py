@@ -1,4 +1,4 @@
-"""What benchmark/published adds to ppo_continuous_action.py: changes, and an environment."""
+"""What benchmark/published adds to the scripts: changes, an environment, a table of saturation."""
 
 import subprocess
 import sys
