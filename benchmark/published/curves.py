@@ -157,7 +157,7 @@ CLIPPED |= dict.fromkeys(("CartPole-v1", "Acrobot-v1", "MountainCar-v0"), "ppo")
 
 def kl_adaptive():
     """ppo_kl_adaptive.py: single seeds, their median, and Coady's run."""
-    env_ids = ("HalfCheetah-v4", "Swimmer-v4", "Hopper-v4", "InvertedPendulum-v4")
+    env_ids = ("HalfCheetah-v4", "Swimmer-v4", "Hopper-v4", "Walker2d-v4", "InvertedPendulum-v4")
     figure, axes = panels(len(env_ids), 4.0, 3.8)
     for env_id, axis in zip(env_ids, axes, strict=True):
         curves = by_batch(env_id)

@@ -5,11 +5,11 @@
 # Episodes per iteration as in the original's list, 5 where an episode has always 1000 steps.
 five="python ppo_kl_adaptive.py --episodes-per-batch 5"
 twenty="python ppo_kl_adaptive.py"
-bench --env-ids HalfCheetah-v4 --command "$five --num-episodes 3000" --num-seeds 3
-bench --env-ids HalfCheetah-v4 --command "$five --num-episodes 1000" --num-seeds 2 --start-seed 4
+bench --env-ids HalfCheetah-v4 --command "$five --num-episodes 3000"
 bench --env-ids Swimmer-v4 --command "$five --num-episodes 1000"
 bench --env-ids InvertedPendulum-v4 --command "$twenty --num-episodes 1000"
 bench --env-ids Hopper-v4 --command "$twenty --num-episodes 3000" --num-seeds 3
+bench --env-ids Walker2d-v4 --command "$twenty --total-timesteps 4000000" --num-seeds 3
 bench --env-ids Humanoid-v4 --command "$twenty --total-timesteps 1200000" --num-seeds 1
 bench --env-ids HumanoidStandup-v4 --command "$five --total-timesteps 1200000" --num-seeds 1
 bench --env-ids CartPole-v1 --command "$twenty --total-timesteps 200000"

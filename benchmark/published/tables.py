@@ -217,6 +217,7 @@ def humanoid() -> str:
         ("ppo_cma", "half-rate", ", `--no-anneal-lr --learning-rate 2.5e-4`"),
         ("ppo_cma", "5M-N8000", ", `--no-anneal-lr`, N = 8,000"),
         *ppo,
+        ("ppo_cma", "5M-ppo-N8000", ", mode ppo, clip 0.0025, N = 8,000"),
         ("change", "cma-published-ends", ", cma-published-ends"),
         ("change", "cma-linear-mean", ", cma-linear-mean"),
         ("ppo_continuous_action", "10M-64envs", ", 64 environments"),
@@ -240,11 +241,10 @@ def humanoid() -> str:
 
 def kl_results() -> str:
     """Of each seed the mean return of the five iterations that end with an episode."""
-    marks = [("HalfCheetah-v4", 1000), ("HalfCheetah-v4", 3000), ("Swimmer-v4", 1000)]
+    rows, marks = [], [("HalfCheetah-v4", 1000), ("HalfCheetah-v4", 3000), ("Swimmer-v4", 1000)]
     marks += [("Hopper-v4", mark) for mark in (1000, 2000, 3000)] + [("InvertedPendulum-v4", 640)]
-    marks += [("Humanoid-v4", 5000), ("Humanoid-v4", 10_000), ("HumanoidStandup-v4", 1000)]
-    rows = []
-    for env_id, mark in marks:
+    marks += [("Walker2d-v4", mark) for mark in (1000, 2500, 5000)] + [("HumanoidStandup-v4", 1000)]
+    for env_id, mark in (*marks, ("Humanoid-v4", 5000), ("Humanoid-v4", 10_000)):
         scores = [
             stats.running_mean(curve.returns, 5)[np.searchsorted(curve.ends, mark)]
             for curve in curves.by_batch(env_id)
