@@ -170,9 +170,7 @@ def kl_adaptive():
         end = max(curve.ends[-1] for curve in curves)
         points = [point for point in coady(env_id).items() if point[0] <= 1.05 * end]
         axis.plot(*np.transpose(points), "o--", color=ORANGE, ms=4)
-        whole = [curve.ends[-1] for curve in curves].count(end)
-        to_the_end = f", {whole} to the end" * (whole < len(curves))
-        axis.set(title=f"{env_id}, {len(curves)} seeds{to_the_end}", xlabel="episodes")
+        axis.set(title=f"{env_id}, {len(curves)} seeds", xlabel="episodes")
         axis.set_xlim(left=0)
     axes[0].set_ylabel("training return")
     names = ("a seed of ppo_kl_adaptive.py", "median of the seeds", "published: one run, Gym v1")

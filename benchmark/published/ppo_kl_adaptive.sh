@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every published number of ppo_kl_adaptive.py: runs (given again, it goes on), their tables, speed.
-# RUNS=folder and WORKERS=processes may be set; on two cores it takes about four hours.
+# RUNS=folder and WORKERS=processes may be set; on two cores it takes about six hours.
 . "$(dirname "$0")/bench.sh"
 # Episodes per iteration as in the original's list, 5 where an episode has always 1000 steps.
 five="python ppo_kl_adaptive.py --episodes-per-batch 5"
