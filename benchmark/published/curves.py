@@ -201,7 +201,7 @@ def clipped():
 
 def atari():
     """The Atari scripts, and the defaults by one process and by two."""
-    names = [f"ppo_atari_multigpu{more}" for more in ("", " 2M-by-1", " 2M-by-2")]
+    names = [f"ppo_atari_multigpu{more}" for more in ("", " 2M-by-1", " 2M-by-2", " 10M")]
     figure, _, _, looks = learning((*names, "ppo_atari_lstm"), list(GOALS))
     report.save(figure, looks, RESULTS, "ppo_atari_multigpu", svg=False)
 

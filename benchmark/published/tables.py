@@ -294,7 +294,7 @@ def games(script: str = "ppo_atari_multigpu", *more: str) -> list[data.Run]:
 
 def atari_results(script: str = "ppo_atari_multigpu") -> str:
     rows = []
-    for run in games(script, "2M-by-1", "2M-by-2"):
+    for run in games(script, "2M-by-1", "2M-by-2", "10M"):
         setting = f", {run.variant}" * (run.variant != "default")
         name = f"{run.env_id}{setting}, seed {run.seed}"
         cells = [name, f"{run.steps[-1] / 1e6:.2f}M, {run.hours:.1f}"]
