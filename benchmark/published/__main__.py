@@ -1,12 +1,9 @@
 """`python -m benchmark.published` makes all figures in results/, and the tables and links of
 README.md and docs/, anew from the committed runs."""
 
-import sys
-
-from benchmark.published import ROOT, curves, docs
+from benchmark.published import curves, docs
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     figures = curves.clipped, curves.kl_adaptive, curves.atari, curves.head_to_head, curves.modes
     for make in (*figures, curves.what_matters, docs.docs):
         make()

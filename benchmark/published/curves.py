@@ -7,6 +7,7 @@ over those of five iterations.
 
 import re
 from collections.abc import Container, Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -28,10 +29,15 @@ class Curve(NamedTuple):
     returns: np.ndarray  # [windows]
 
 
+@cache
+def everything() -> list[data.Run]:
+    """All committed runs, read once."""
+    return data.find([RESULTS])
+
+
 def runs(env_id: str, script: str, variant: str = "default") -> list[data.Run]:
     """The committed runs, by seed."""
-    paths = (RESULTS / env_id / script).glob(f"{variant}-s*.json")
-    return sorted(map(data.read_committed, paths), key=lambda run: run.seed)
+    return [x for x in everything() if (x.env_id, x.script, x.variant) == (env_id, script, variant)]
 
 
 def load(env_id: str, script: str, variant: str = "default", width: int = 0) -> list[Curve]:
@@ -68,7 +74,7 @@ def committed(
     algorithms: Sequence[str], env_ids: Sequence[str], seeds: Container[int] = ANY
 ) -> list[report.Group]:
     """The committed runs of these algorithms on these environments, in this order."""
-    runs = (run for run in data.find([RESULTS]) if run.seed in seeds)
+    runs = (run for run in everything() if run.seed in seeds)
     groups = report.group(r for r in runs if r.algorithm in algorithms and r.env_id in env_ids)
     return sorted(groups, key=lambda g: (env_ids.index(g.env_id), algorithms.index(g.algorithm)))
 

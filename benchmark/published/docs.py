@@ -13,8 +13,7 @@ import re
 from functools import partial
 from pathlib import Path
 
-from benchmark import data
-from benchmark.published import RESULTS, ROOT, tables
+from benchmark.published import ROOT, curves, tables
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -59,7 +58,7 @@ def flags(script: str) -> str:
 def results(script: str) -> str:
     """A table of a script's committed runs: a row per environment, setting and length."""
     groups = {}
-    for run in data.find([RESULTS]):
+    for run in curves.everything():
         if run.script == script and run.status == "finished" and "study" not in run.variant:
             groups.setdefault((run.env_id, run.variant, run.budget), []).append(run)
     rows = []

@@ -1,7 +1,5 @@
-"""Random policies' mean returns, the low ends in scales.csv.
-
-python -m benchmark.published.scales Hopper-v4    # prints a line per environment
-"""
+"""`python -m benchmark.published.scales ENV...`: the mean return of random actions on each, the low
+ends in scales.csv."""
 
 import sys
 

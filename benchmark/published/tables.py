@@ -58,7 +58,7 @@ def control() -> str:
     """Clipped PPO on dm_control at 1M steps, and CleanRL's PPO and RPO at 8M."""
     rows, variants = [], ("default", "no-target-kl", "log-std-0")
     for name in sorted(f"dm_control/{task}-v0" for task in CONTROL):
-        own, *old = (curves.runs(data.slug(name), CLIPPED, x) for x in variants)
+        own, *old = (curves.runs(name, CLIPPED, x) for x in variants)
         cells = bold(by_seed(own)), by_seed(own, "training"), *map(by_seed, old)
         others = (f"{number(x.score)} ± {x.spread:.0f}" for x in curves.anchors(name))
         rows.append([name, len(own), *cells, *others])
