@@ -751,6 +751,3 @@ def test_a_program_by_itself(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Breakout-v5 on cpu, eager, 2 iterations, in run" in done.stdout + done.stderr
     assert status(tmp_path / "run") == "finished"
-    refused = run(copy, *flags, cwd=tmp_path)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == "copied.py: a run is there: --resume run goes on with it\n"

@@ -547,7 +547,7 @@ def test_ctrl_c_while_jobs_are_handed_over(monkeypatch):
 
 
 def test_ctrl_c_ends_a_command_that_waits_for_another(toy):
-    command = "python toy.py --total-timesteps 40 --tick 0.4"
+    command = "python toy.py --total-timesteps 40 --tick 0.25"
     first = background(command, num_seeds=1)
     wait_for(lambda: lines("starts.txt"))
     second = background(command, num_seeds=1)
