@@ -30,14 +30,15 @@ class Curve(NamedTuple):
 
 
 @cache
-def everything() -> list[data.Run]:
-    """All committed runs, read once."""
-    return data.find([RESULTS])
+def read(results: data.Path) -> list[data.Run]:
+    """All committed runs, once."""
+    return data.find([results])
 
 
 def runs(env_id: str, script: str, variant: str = "default") -> list[data.Run]:
     """The committed runs, by seed."""
-    return [x for x in everything() if (x.env_id, x.script, x.variant) == (env_id, script, variant)]
+    wanted = env_id, script, variant
+    return [x for x in read(RESULTS) if (x.env_id, x.script, x.variant) == wanted]
 
 
 def load(env_id: str, script: str, variant: str = "default", width: int = 0) -> list[Curve]:
@@ -74,7 +75,7 @@ def committed(
     algorithms: Sequence[str], env_ids: Sequence[str], seeds: Container[int] = ANY
 ) -> list[report.Group]:
     """The committed runs of these algorithms on these environments, in this order."""
-    runs = (run for run in everything() if run.seed in seeds)
+    runs = (run for run in read(RESULTS) if run.seed in seeds)
     groups = report.group(r for r in runs if r.algorithm in algorithms and r.env_id in env_ids)
     return sorted(groups, key=lambda g: (env_ids.index(g.env_id), algorithms.index(g.algorithm)))
 
@@ -99,9 +100,8 @@ def effects(
 
 def anchors(env_id: str) -> list:
     """Those of an environment, of any version."""
-    version = re.compile(r"-v\d$")
-    name, found = version.sub("", env_id), data.read_anchors(data.ANCHORS)
-    return [anchor for anchor in found if version.sub("", anchor.env_id) == name]
+    name = re.sub(r"-v\d$", "", env_id)
+    return [x for x in data.read_anchors(data.ANCHORS) if re.sub(r"-v\d$", "", x.env_id) == name]
 
 
 def coady(env_id: str) -> dict[int, float]:

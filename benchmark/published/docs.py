@@ -13,7 +13,7 @@ import re
 from functools import partial
 from pathlib import Path
 
-from benchmark.published import ROOT, curves, tables
+from benchmark.published import RESULTS, ROOT, curves, tables
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -58,7 +58,7 @@ def flags(script: str) -> str:
 def results(script: str) -> str:
     """A table of a script's committed runs: a row per environment, setting and length."""
     groups = {}
-    for run in curves.everything():
+    for run in curves.read(RESULTS):
         if run.script == script and run.status == "finished" and "study" not in run.variant:
             groups.setdefault((run.env_id, run.variant, run.budget), []).append(run)
     rows = []
