@@ -280,7 +280,7 @@ def test_a_journal_cut_off_goes_on_and_a_damaged_one_is_told(capsys):
     tune("python fake.py", **SETUP, trials=3, prune=False)
     before, journal = rows(), Path("study/journal.log")
     whole = journal.read_bytes()
-    for cut in range(1, len(whole), len(whole) // 12):  # as a full disk leaves it, at any byte
+    for cut in range(1, len(whole), len(whole) // 25):  # as a full disk leaves it, at any byte
         journal.write_bytes(whole[:cut])
         tune("python fake.py", **SETUP, trials=3, prune=False)
         table = rows()

@@ -499,11 +499,10 @@ def quadratic(mode: str, seeds: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array([run.rewards for run in runs]), np.array([run.sigmas for run in runs])
 
 
-@pytest.mark.parametrize("seeds", [2, pytest.param(5, marks=pytest.mark.slow)])
-def test_14_ppo_cma_m_widens_then_contracts(seeds):
-    reward, sigma = quadratic("ppo-cma-m", seeds)
+def test_14_ppo_cma_m_widens_then_contracts():
+    reward, sigma = quadratic("ppo-cma-m", 5)
     mean = sigma.mean(axis=0)
-    assert 0.22 < mean[0] < 0.34  # mean before variance would give .18-.21
+    assert 0.24 < mean[0] < 0.34  # mean before variance would give .18-.21
     assert 4 <= mean.argmax() + 1 <= 7
     assert 0.36 < mean.max() < 0.50
     assert mean[19] < 0.04
@@ -519,7 +518,7 @@ def test_14_ppo_cma_widens_too():
 
 
 def test_14_ppo_shrinks_from_the_start():
-    reward, sigma = quadratic("ppo", 2)
+    reward, sigma = quadratic("ppo", 3)
     assert (np.diff(sigma.mean(axis=0)) < 0).all()
     assert (np.diff(sigma[:, :18], axis=1) < 0).all()  # until a seed has arrived
     assert -0.12 < reward[:, 19].mean() < -0.04

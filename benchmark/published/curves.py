@@ -8,6 +8,7 @@ over those of five iterations.
 import re
 from collections.abc import Container, Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -30,8 +31,8 @@ class Curve(NamedTuple):
 
 
 @cache
-def read(results: data.Path) -> list[data.Run]:
-    """All committed runs, once."""
+def read(results: Path) -> list[data.Run]:
+    """All committed runs, in order of environment, algorithm and seed; read once."""
     return data.find([results])
 
 
@@ -106,11 +107,8 @@ def anchors(env_id: str) -> list:
 
 def coady(env_id: str) -> dict[int, float]:
     """Coady's published curve, score by episode."""
-    return {
-        anchor.episodes: anchor.score
-        for anchor in anchors(env_id)
-        if anchor.project == "Coady" and anchor.metric.startswith("training")
-    }
+    own = (x for x in anchors(env_id) if x.project == "Coady" and x.metric.startswith("training"))
+    return {x.episodes: x.score for x in own}
 
 
 ELSEWHERE = {  # heading: metrics, of several seeds or of one or an unknown number
