@@ -47,7 +47,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import tyro
-from gymnasium.utils.save_video import save_video
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -543,6 +542,8 @@ def evaluate(args: Args) -> list[float]:
         returns.append(float(envs.scores[0]))
         print(f"eval_episode={episode}, episodic_return={returns[-1]:.2f}", flush=True)
         if args.capture_video:
+            from gymnasium.utils.save_video import save_video
+
             more = {"fps": 15, "episode_index": episode, "save_logger": None}
             save_video(frames, str(args.evaluate / "videos"), lambda _: True, **more)
     print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")

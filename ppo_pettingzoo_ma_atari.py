@@ -40,7 +40,6 @@ import numpy as np
 import torch
 import torch.nn as nn
 import tyro
-from gymnasium.utils.save_video import save_video
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -493,6 +492,8 @@ def evaluate(args: Args) -> list[float]:
     for episode, (mine, others) in enumerate(scores):
         print(f"eval_episode={episode}, episodic_return={mine:.2f} to {others:.2f}", flush=True)
     if film:
+        from gymnasium.utils.save_video import save_video
+
         save_video(film, str(args.evaluate / "videos"), lambda _: True, fps=15, save_logger=None)
     rate, low, high = win_rate(scores).values()
     print(f"{len(scores)} games, win rate {rate:.3f}, 95 % interval {low:.3f} to {high:.3f}")

@@ -41,7 +41,6 @@ import numpy as np
 import torch
 import torch.nn as nn
 import tyro
-from gymnasium.utils.save_video import save_video
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -484,6 +483,8 @@ def evaluate(args: Args) -> list[float]:
         for episode, episodic_return in enumerate(returns):
             print(f"{name}_episode={episode}, episodic_return={episodic_return:.2f}", flush=True)
         for episode, film in enumerate(films):
+            from gymnasium.utils.save_video import save_video
+
             more = {"fps": 15, "episode_index": episode, "save_logger": None, "name_prefix": name}
             save_video(film, str(args.evaluate / "videos"), lambda _: True, **more)
         played = f"{how}, {len(returns)} episodes on {levels or 'all'} levels"
