@@ -307,20 +307,19 @@ def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
     vector = nn.utils.parameters_to_vector(agent.parameters()).detach()
     nn.utils.vector_to_parameters(vector, agent.parameters())
     state = {name: torch.zeros_like(vector) for name in ("exp_avg", "exp_avg_sq")}
-    return {"parameters": vector, "steps": vector.new_zeros(()), **state}
+    return {"parameters": vector.requires_grad_(), "steps": vector.new_zeros(()), **state}
 
 
 def minibatch_step(agent: Agent, adam: dict, batch: tuple, rows, learning_rate, args: Args):
     """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; metrics."""
-    vector = adam["parameters"].detach().requires_grad_()
-    parts = iter(vector.split([p.numel() for p in agent.parameters()]))
+    parts = iter(adam["parameters"].split([p.numel() for p in agent.parameters()]))
     views = {name: next(parts).view(p.shape) for name, p in agent.named_parameters()}
 
     def policy(*given):
         return torch.func.functional_call(agent, views, given)
 
     loss, metrics = ppo_loss(policy, args, *[x[rows] for x in batch])
-    (grad,) = torch.autograd.grad(loss, vector)
+    (grad,) = torch.autograd.grad(loss, adam["parameters"])
     with torch.no_grad():
         norm = grad.norm()  # over all parameters (detail 11)
         grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -517,7 +516,7 @@ def train(args: Args) -> Path:
     agent = load(args.resume, envs[0])[0] if args.resume else Agent(envs[0], args)
     agent.adam = flat_adam(agent.to(device))
     for name, value in checkpoint.get("adam", {}).items():
-        agent.adam[name].copy_(value)
+        agent.adam[name].data.copy_(value)
     agent.rng.bit_generator.state = checkpoint.get("rng", agent.rng.bit_generator.state)
     for i, env in enumerate(envs):  # on resuming, the running episodes are played again
         env.episode += checkpoint["episodes"][i] if args.resume else 0

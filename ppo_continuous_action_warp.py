@@ -440,20 +440,19 @@ def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
     vector = nn.utils.parameters_to_vector(agent.parameters()).detach()
     nn.utils.vector_to_parameters(vector, agent.parameters())
     state = {name: torch.zeros_like(vector) for name in ("exp_avg", "exp_avg_sq")}
-    return {"parameters": vector, "steps": vector.new_zeros(()), **state}
+    return {"parameters": vector.requires_grad_(), "steps": vector.new_zeros(()), **state}
 
 
 def minibatch_step(agent: Agent, adam: dict, batch: tuple, rows, learning_rate, args: Args):
     """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; metrics."""
-    vector = adam["parameters"].detach().requires_grad_()
-    parts = iter(vector.split([p.numel() for p in agent.parameters()]))
+    parts = iter(adam["parameters"].split([p.numel() for p in agent.parameters()]))
     views = {name: next(parts).view(p.shape) for name, p in agent.named_parameters()}
 
     def policy(*given):
         return torch.func.functional_call(agent, views, given)
 
     loss, metrics = ppo_loss(policy, args, *[x[rows] for x in batch])
-    (grad,) = torch.autograd.grad(loss, vector)
+    (grad,) = torch.autograd.grad(loss, adam["parameters"])
     with torch.no_grad():
         norm = grad.norm()  # over all parameters (detail 11)
         grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -701,7 +700,7 @@ def train(args: Args) -> Path:
     if args.resume:
         for part, tensors in (state | {"adam": agent.adam}).items():
             for name, x in tensors.items():
-                x.copy_(checkpoint[part][name])
+                x.data.copy_(checkpoint[part][name])
         torch.set_rng_state(checkpoint["rng"])
         torch.cuda.set_rng_state_all(checkpoint["cuda_rng"][: torch.cuda.device_count()])
     graphs = args.cudagraphs and device.type == "cuda"

@@ -464,8 +464,8 @@ def test_warp_trains_on_a_gpu(env_id, more, tmp_path):
     flags = f"--cuda --env-id {env_id} --num-envs 256 --hidden 64 64 --no-stagger-episodes {more}"
     train(tmp_path, f"{flags} --num-steps 100 --total-timesteps {12 * 100 * 256}")
     assert status(tmp_path) == "finished" and len(rows(tmp_path)) > 256
-    played = script.evaluate(small(f"--evaluate {tmp_path} --eval-episodes 2"))
-    assert np.isfinite(played).all()
+    argv = ["--evaluate", str(tmp_path), "--eval-episodes", "2"]
+    assert np.isfinite(script.evaluate(script.parse_args(argv))).all()
 
 
 # --- a program ------------------------------------------------------------------------------------
