@@ -9,9 +9,8 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
 37 implementation details of PPO"), each marked where it is. Every iteration:
 
     1. take T steps in each of N environments (EnvPool's); keep the LSTM's state before the first
-    2. A = GAE(lambda); a lost life ends an episode, the row after it is never learned from. That
-       row has the true last observation: the LSTM goes through it, so that its value is what a time
-       limit bootstraps from, and is cleared before the next row, which begins another episode
+    2. A = GAE(lambda); a lost life ends an episode. The row after it is never learned from: it has
+       the true last observation, whose value a time limit bootstraps from. Then state is cleared
     3. for K epochs, for each minibatch of whole environments, replayed from the kept state, with A
        normalised in it and r = pi(a | s, state) / pi_old(a | s, state):
            minimise  -E[ min(r A, clip(r, 1 - eps, 1 + eps) A) ] + c_v E[ (V - R)^2 ] / 2 - c_e H

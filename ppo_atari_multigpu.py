@@ -23,9 +23,8 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
 
 The number of processes changes where the work is done, not what is learned. The same command with
 --run-dir goes on where a run was cut off: torchrun's restarts and Slurm's requeue need no more.
-Expect 20 on Pong-v5 and 290 on Breakout-v5 after 4M steps with the flags of README.md (raw scores).
-Flags and tags are CleanRL's; `--local-num-envs 8` gives each process 8 environments, as there.
-Left out on purpose: recurrence, other observations than pixels, environments but EnvPool's.
+Expect 20 on Pong-v5 and 290 on Breakout-v5 after 4M steps with the flags on its page (raw scores).
+Flags and tags are CleanRL's. Left out on purpose: recurrence, environments but EnvPool's.
 """
 
 import importlib.util

@@ -19,8 +19,7 @@ planes of what it sees say which (Gupta et al. 2017). Every iteration:
     python ppo_pettingzoo_ma_atari.py --evaluate runs/RUN --against RANDOM     # or runs/RUN2
 
 What one player wins the other loses: returns say nothing, charts/win_rate does, against itself
-`--eval-interval` iterations ago. CleanRL's plays 4,154 steps a game of Pong after 20M steps.
-Left out on purpose: more than two players, other observations, leagues of agents, --compile.
+`--eval-interval` iterations ago. Left out on purpose: more than two players, leagues, --compile.
 """
 
 import importlib.util

@@ -20,7 +20,6 @@ level from a number: train on some, play others, and see what was learned. Every
     python ppo_procgen.py --evaluate runs/RUN                           # play those levels, and all
 
 CleanRL's reaches 31 on starpilot after 25M steps on all levels; its flags, defaults and tags.
-Without a system Qt 5: pip install PyQt5-Qt5. Left out on purpose: recurrence, other environments.
 """
 
 import ctypes

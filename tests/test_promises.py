@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -244,6 +245,15 @@ def test_without_a_compiler_one_line_and_on(script, tmp_path, monkeypatch, capfd
     said = capfd.readouterr()
     assert said.out.count("--compile: no working compiler") == 1
     assert "Traceback" not in said.err
+
+
+def test_scripts_start_without_what_only_a_flag_needs():
+    """--capture-video and --track; no header names their packages."""
+    names = sorted(path.stem for path in ROOT.glob("ppo*.py"))
+    assert len(names) == 9
+    hidden = "import importlib, sys; sys.modules |= dict.fromkeys(['moviepy', 'wandb'])"
+    code = f"{hidden}; [importlib.import_module(name) for name in {names}]"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 @ALL
