@@ -50,7 +50,6 @@ atari="ppo_atari_multigpu.py --env-id Breakout-v5 --env-threads $((($(nproc) + 1
 for flags in "" --compile "--compile --cudagraphs" "--compile --cudagraphs --bf16"; do
   speed "atari${flags// /}" 81920 8192 "python $atari $flags"
 done
-speed atari-nccl 40960 8192 "torchrun --standalone --nproc-per-node=1 $atari --backend nccl"
 speed atari-2-on-one-gpu 40960 8192 "torchrun --standalone --nproc-per-node=2 $atari" # gloo
 for flag in "" --compile; do
   speed "lstm$flag" 20480 8192 "python ppo_atari_lstm.py --env-id Breakout-v5 $flag"
