@@ -6,7 +6,7 @@
 """PPO, clipped, for continuous actions, whole on the device: thousands of environments of tensors.
 
 Schulman et al. 2017, https://arxiv.org/abs/1707.06347, as ppo_continuous_action.py, where the
-simulator runs on a GPU. In an iteration no tensor leaves it and, by --cudagraphs, no host waits:
+simulator runs on a GPU. In an iteration no tensor leaves it and no host waits (CUDA graphs):
 
     1. take T steps in each of N environments with a ~ N(mu(s), sigma^2), and start a new episode
        in each row where one ended: every row is learned from
@@ -20,10 +20,9 @@ simulator runs on a GPU. In an iteration no tensor leaves it and, by --cudagraph
     python ppo_continuous_action_warp.py --env-id Pendulum-v1 --num-envs 256 --num-steps 32 \
         --hidden 64 64 --total-timesteps 800000     # needs no engine and no GPU; expect -180
 
-On an H100 with --cudagraphs expect 10,000 on HalfCheetah-v4 after 3 minutes. On a CPU,
-ppo_continuous_action.py with gymnasium is several times faster. Left out on purpose: --target-kl (a
-host would have to wait), --anneal-lr (the KL sets the rate), --compile (CUDA graphs spare the
-launches), pixels.
+On an H100 expect 10,000 on HalfCheetah-v4 after 3 minutes. On a CPU, ppo_continuous_action.py with
+gymnasium is several times faster. Left out on purpose: --target-kl (a host would have to wait),
+--anneal-lr (the KL sets the rate), --compile (CUDA graphs spare the launches), pixels.
 """
 
 import importlib.util
@@ -55,7 +54,7 @@ class Args:
     torch_deterministic: bool = True  # torch.backends.cudnn.deterministic
     cuda: bool = True  # use a GPU if there is one; without, this is the wrong script for MuJoCo
     num_threads: int = 1  # CPU threads of torch
-    cudagraphs: bool = False  # on a GPU, record rollout and update, and replay them
+    cudagraphs: bool = True  # on a GPU, record rollout and update, and replay them
     track: bool = False  # also log to Weights and Biases
     wandb_project_name: str = "ppo"  # its project
     wandb_entity: str | None = None  # its entity (team)

@@ -72,7 +72,7 @@ train pong --env-ids Pong-v5 --command "torchrun --standalone --nproc-per-node=1
   --bf16 --num-envs 32 --num-minibatches 8 --update-epochs 3 --clip-coef 0.2 --learning-rate 5e-4 \
   --total-timesteps 4000000 --compile --cudagraphs"
 train warp --env-ids HalfCheetah-v4 Walker2d-v4 Ant-v4 \
-  --command "python ppo_continuous_action_warp.py --cudagraphs"
+  --command "python ppo_continuous_action_warp.py"
 python - "$runs" <<'PYTHON' | tee "$tables/seconds.txt"
 import sys
 from benchmark import data, stats
