@@ -349,6 +349,16 @@ def test_a_resumed_run_says_if_it_went_on_with_another_source(toy):
     assert len(json.loads((folder_of(1) / "job.json").read_text())["starts"]) == 1
 
 
+def test_versions_are_those_of_the_first_start():
+    """run.json is written anew when a run goes on, perhaps on another machine: it has the last."""
+    starts = [{"versions": {"python": "3", "torch": torch}} for torch in ("2.11", "2.13")]
+    info = {"versions": {"torch": "2.13", "jax": "1"}}
+    found = data.told(info, {"starts": starts})
+    assert found["versions"] == {"python": "3", "torch": "2.11", "jax": "1"}
+    assert found["resumed_with"] == starts[1:]
+    assert info == {"versions": {"torch": "2.13", "jax": "1"}}
+
+
 def test_what_a_program_says_of_itself_wins(toy):
     Path("other.py").write_text(
         "import json, os, sys\nseed, out = sys.argv[1:]\nos.makedirs(out)\n"

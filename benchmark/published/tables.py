@@ -145,7 +145,7 @@ def scores() -> str:
         name = f"{found[0].env_id}, {length(found[0].info['args']['total_timesteps'])}"
         rows.append([name, f"{len(found)}, 0, 0", by_seed(found), "", ""])
     for run in {run.env_id: run for run in games("ppo_atari_multigpu", "10M")}.values():  # longest
-        name = f"{run.env_id}, {run.steps[-1] / 1e6:.0f}M"
+        name = f"{run.env_id}, {run.steps[-1] / 1e6:.2g}M"
         rows.append([name, "1, 0, 0", by_seed([run]), "", ""])
     header = "environment, steps | seeds | clipped PPO | `ppo_kl_adaptive.py` | `ppo_cma.py`"
     return table(header, rows)
