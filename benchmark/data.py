@@ -106,7 +106,7 @@ def told(info: dict, job: dict) -> dict:
     """What run.json says and, where it is silent, what `run` recorded when the run began."""
     first, *later = job.get("starts") or [{}]
     info = first | info
-    if isinstance(own := info.get("versions"), dict) and first:  # own: at the last start
+    if isinstance(own := info.get("versions"), dict) and first:  # own: those of the last start
         info["versions"] = own | first["versions"] if later else first["versions"] | own
     # starts of what was cut off, with another source, hardware or versions
     return info | ({"resumed_with": later} if later else {})
