@@ -277,7 +277,7 @@ def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float)
 
 
 class Rollout(NamedTuple):
-    obs: torch.Tensor  # [T, N, 4, 84, 84], bytes; N environments of this process
+    obs: torch.Tensor  # [T, N, 4, 84, 84], bytes, channels last; N environments of this process
     actions: torch.Tensor  # [T, N]
     logprobs: torch.Tensor  # [T, N], of the policy that acted
     values: torch.Tensor  # [T + 1, N]
@@ -411,7 +411,7 @@ def rollout(agent: Agent, envs: Envs, run: "Run", args: Args) -> Rollout:
     """Take `num_steps` steps in every environment, going on where the last rollout stopped
     (detail 1)."""
     T, N, which, device = args.num_steps, len(envs.obs), own_envs(args), agent.vector.device
-    obs = torch.empty((T, *envs.obs.shape), dtype=torch.uint8, device=device)
+    obs = torch.empty((T, N, 84, 84, 4), dtype=torch.uint8, device=device).permute(0, 1, 4, 2, 3)
     rewards, (terminated, truncated, valid) = np.zeros((T, N)), np.zeros((3, T, N), bool)
     logprobs, actions, values = [], [], []
     log = np.zeros((4, T, args.num_envs))  # valid; whether a game ended, its score, its length

@@ -269,7 +269,7 @@ def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float)
 
 
 class Rollout(NamedTuple):
-    obs: torch.Tensor  # [T, N, 6, 84, 84], bytes
+    obs: torch.Tensor  # [T, N, 6, 84, 84], bytes, channels last
     actions: torch.Tensor  # [T, N]
     logprobs: torch.Tensor  # [T, N], of the policy that acted
     values: torch.Tensor  # [T + 1, N]
@@ -343,7 +343,7 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
 def rollout(agent: Agent, envs: Envs, run: "Run", args: Args) -> Rollout:
     """Take `num_steps` steps in every environment, going on where the last ended (detail 1)."""
     T, N, device = args.num_steps, args.num_envs, agent.actor.bias.device
-    obs = torch.empty((T, *envs.obs.shape), dtype=torch.uint8, device=device)
+    obs = torch.empty((T, N, 84, 84, 6), dtype=torch.uint8, device=device).permute(0, 1, 4, 2, 3)
     rewards, (terminated, truncated, valid) = np.zeros((T, N)), np.zeros((3, T, N), bool)
     logprobs, actions, values = [], [], []
     # Gumbel noise, whose argmax is a sample of the policy
