@@ -7,5 +7,5 @@ more="--bf16 --num-envs 32 --num-minibatches 8 --update-epochs 3 --clip-coef 0.2
 by "${PROCESSES:-2}" "$more --total-timesteps 4000000" Pong-v5 Breakout-v5
 cores="--num-threads 1 --env-threads 1" # and the defaults, which are CleanRL's
 for n in 1 2; do by $n "--bf16 $cores --total-timesteps 2000000" Pong-v5 --variant 2M-by-$n; done
-by 2 "$cores" Pong-v5 Breakout-v5 --variant 10M # committed: Pong's first 4.3M; 1.5M and 1.4M by an H100
+by 2 "$cores" Pong-v5 Breakout-v5 --variant 10M; by 2 "--bf16 $cores" BeamRider-v5 --variant 10M # committed: see docs/measurements.md
 python -m benchmark.published
