@@ -366,6 +366,7 @@ def test_rows_of_a_rollout_and_their_types(toys):
     envs, agent, log, data = toy_rollout(args, 9)
     assert (data.obs.dtype, data.obs.shape) == (torch.uint8, (9, 4, 4, 84, 84))
     assert data.obs.nbytes == 9 * 4 * 28224
+    assert data.obs.flatten(0, 1).is_contiguous(memory_format=torch.channels_last)
     assert data.actions.dtype == torch.int64
     assert data.values.shape == (10, 4)
     assert data.valid[:, 0].tolist() == [True] * 3 + [False] + [True] * 3 + [False, True]

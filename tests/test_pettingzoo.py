@@ -351,6 +351,7 @@ def test_rows_of_the_dead_are_marked_and_episodes_are_each_player_s(duel):
     ends = [(t, p) for t in range(23) for p, k in ((0, 5), (1, 2)) if t % 7 == k]
     assert [(row[0], row[3]) for row in log.rows[::2]] == [(steps[t], p) for t, p in ends]
     assert data.obs.shape == (23, 4, 6, 84, 84)
+    assert data.obs.flatten(0, 1).is_contiguous(memory_format=torch.channels_last)
     assert set(np.unique(data.rewards)) == {0.0, 1.0}
 
 
