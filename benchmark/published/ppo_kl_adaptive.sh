@@ -6,7 +6,7 @@
 five="python ppo_kl_adaptive.py --episodes-per-batch 5"
 twenty="python ppo_kl_adaptive.py"
 bench --env-ids HalfCheetah-v4 --command "$five --num-episodes 3000"
-bench --env-ids Swimmer-v4 --command "$five --num-episodes 1000"
+bench --env-ids Swimmer-v4 --command "$five --num-episodes 2500"
 bench --env-ids InvertedPendulum-v4 --command "$twenty --num-episodes 1000"
 bench --env-ids Hopper-v4 --command "$twenty --num-episodes 3000" --num-seeds 3
 bench --env-ids Walker2d-v4 --command "$twenty --total-timesteps 4000000" --num-seeds 3
