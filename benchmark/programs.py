@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -124,10 +125,36 @@ def provenance(words: list[str], environment: Mapping[str, str] = os.environ) ->
 # --- files and words ------------------------------------------------------------------------------
 
 
+def plain_file(path: str, flags: int) -> int:
+    """An opener for open(): OSError if the path leads to no plain file. A pipe would wait for ever,
+    and a device would never end."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"no plain file: {path}")
+    return descriptor
+
+
+def no_link(path: str, flags: int) -> int:
+    """An opener of plain files to write, which follows no link: it may lead anywhere."""
+    if Path(path).is_symlink():
+        raise OSError(f"a link, which is not followed: {path}")
+    return plain_file(path, flags | os.O_NOFOLLOW)
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """A plain file's content; ValueError if it has more bytes than `most`."""
+    with open(path, "rb", opener=plain_file) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"{path.name} has more than {most:,} bytes")
+    return content
+
+
 def lock(path: Path, wait: bool = False) -> TextIO | None:
     """The file, open and locked until it is closed; None if another process has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a")  # noqa: SIM115, the caller closes it
+    file = open(path, "a", opener=no_link)  # noqa: SIM115, the caller closes it
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -137,27 +164,52 @@ def lock(path: Path, wait: bool = False) -> TextIO | None:
 
 
 def locked(folder: Path) -> bool:
-    """Whether a process of this job lives."""
-    file = lock(folder / "lock")
+    """Whether a process of this job lives. A lock that can't be opened is held by none."""
+    try:
+        file = lock(folder / "lock")
+    except OSError:
+        return False
     if file:
         file.close()
     return file is None
 
 
+def write_bytes(path: Path, content: bytes):
+    """Whole or not at all. A link there is replaced, not followed."""
+    temporary = path.with_name(f"{path.name}.{uuid4().hex}")  # two commands may write it at once
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def strict(value: object) -> object:
+    """As JSON can hold it: null for a number that is not finite."""
+    if isinstance(value, dict):
+        return {name: strict(own) for name, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(own) for own in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
 def write_json(path: Path, content: dict):
     """Whole or not at all."""
-    temporary = path.with_name(f"{path.name}.{uuid4().hex}")  # two commands may write it at once
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
+    text = json.dumps(strict(content), indent=2, allow_nan=False)
+    write_bytes(path, f"{text}\n".encode())
 
 
 def tail(path: Path, lines: int = 6) -> list[str]:
-    """A text file's last lines that hold anything."""
-    if not path.exists():
+    """A text file's last lines that hold anything; none if it can't be read."""
+    try:
+        with open(path, "rb", opener=plain_file) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - 20_000))
+            text = file.read(20_000).decode(errors="replace")
+    except OSError:
         return []
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - 20_000))
-        text = file.read().decode(errors="replace")
     return [line for line in text.splitlines() if line.strip()][-lines:]
 
 

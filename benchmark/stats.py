@@ -73,14 +73,20 @@ def interval(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Stratified percentile bootstrap: the ends of the interval, shaped as the statistic.
 
-    Leading axes, as points of a curve, share their resampled seeds. nan where an environment has
-    a single seed: it says nothing about how much seeds differ.
+    Leading axes, as points of a curve, share their resampled seeds. nan where a score is not
+    finite, or an environment has a single seed: it says nothing about how much seeds differ.
     """
     from scipy.stats import bootstrap
 
+    known = np.all([np.isfinite(x).all(axis=-1) for x in scores], axis=0)
     if min(x.shape[-1] for x in scores) < 2:
-        nothing = np.full(np.shape(statistic(*scores)), np.nan)
-        return nothing, nothing
+        known = np.zeros_like(known)
+    if not known.all():
+        low, high = np.full(known.shape, np.nan), np.full(known.shape, np.nan)
+        if known.any():
+            finite = [x[known] for x in scores]
+            low[known], high[known] = interval(statistic, finite, level, resamples, seed)
+        return low, high
     found = bootstrap(
         scores, statistic, method="percentile", vectorized=True, axis=-1, rng=seed,
         confidence_level=level, n_resamples=resamples,
