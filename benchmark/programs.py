@@ -49,6 +49,11 @@ def at_least(least: float, **flags: float):
 # --- commands -------------------------------------------------------------------------------------
 
 
+def is_file(word: str) -> bool:
+    """Whether a word of a command names a file; no error where it is too long for a name."""
+    return os.path.isfile(word)  # noqa: PTH113
+
+
 def split(command: str) -> list[str]:
     """A command's words, if its program and its script are there."""
     try:
@@ -56,7 +61,7 @@ def split(command: str) -> list[str]:
     except ValueError as error:
         refuse(f"--command {command!r}: {error}")
     at = script_at(words)
-    if not words or (at is not None and not Path(words[at]).is_file()):
+    if not words or (at is not None and not is_file(words[at])):
         refuse(f"--command {command!r}: {words[at] if words else 'it'} does not exist")
     if shutil.which(executable(words)[0]) is None:
         refuse(f"--command {command!r}: there is no program {words[0]}")
