@@ -373,7 +373,8 @@ def commit(run_folder: Path, job: dict, evaluation: list[float], results: Path):
     text = io.StringIO()
     head = ",".join(COLUMNS)
     np.savetxt(text, table, fmt="%d,%.0f,%.2f,%d", header=head, comments="")
-    info = told(read_json(run_folder / "run.json"), job)
+    info = {"seed": job["seed"]} | told(load_json(run_folder / "run.json"), job)
+    info["args"] = {"env_id": job["env_id"]} | (info.get("args") or {})  # where it tells neither
     if len(table):
         info["global_step"] = int(table[-1, 0])
     info["command"] = job["command"].replace(str(run_folder), "RUN")

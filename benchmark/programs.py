@@ -85,6 +85,25 @@ def given_twice(words: list[str], flags: Iterable[str]) -> str:
     return min(own & set(flags), default="")
 
 
+def env_workers(words: list[str]) -> int:
+    """How many processes or threads a command's --env-workers asks for; 1 if it asks for none."""
+    text = " ".join(words)
+    told = re.findall(r"(?:^| )--env[-_]workers[= ](\d{1,9})(?= |$)", text)
+    return max(1, int(told[-1])) if told else 1
+
+
+def warn_of_cores(words: list[str], workers: int):
+    """Say so if so many jobs at once of this command want more cores than there are."""
+    each = env_workers(words)
+    cores = len(os.sched_getaffinity(0))
+    if each > 1 and workers * each > cores:
+        print(
+            f"warning: --workers {workers} times --env-workers {each} want {workers * each} cores, "
+            f"and there are {cores}",
+            file=sys.stderr,
+        )
+
+
 def how_it_ended(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
@@ -204,6 +223,14 @@ def write_json(path: Path, content: dict):
     """Whole or not at all."""
     text = json.dumps(strict(content), indent=2, allow_nan=False)
     write_bytes(path, f"{text}\n".encode())
+
+
+def remove(path: Path):
+    """A folder with all that is in it, a file, or a link but not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def tail(path: Path, lines: int = 6) -> list[str]:
