@@ -122,6 +122,9 @@ class Program:
             tried = more
             cost = self.run(warmup + tried).beyond(short)
             waits = cost.cpu <= seconds / 4
+            if cost.steps > 0 and waits and cost.wall > seconds:  # or a busy machine made it wait
+                again = self.run(warmup + tried).beyond(short)
+                cost = min(cost, again, key=lambda own: own.wall)
             if cost.steps > 0 and (cost.wall > seconds or not waits):
                 took = cost.wall if waits else cost.cpu
                 return max(1, round(more * seconds / took / warmup)) * warmup
@@ -191,7 +194,7 @@ def measure(
             cost = long.beyond(short)
             if min(short.steps, cost.steps, cost.wall) <= 0:
                 what = f"{short.steps} steps, then {cost.steps} more in {cost.wall:.3f} s"
-                fail(f"{entry.name}: {what}; raise --warmup-steps or --steps")
+                fail(f"{entry.name}: {what}; raise --warmup-steps or --steps, if they matter to it")
 
 
 # --- what it says ---------------------------------------------------------------------------------

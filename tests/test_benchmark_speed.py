@@ -168,7 +168,7 @@ def test_as_many_steps_as_take_the_time_where_a_program_waits(monkeypatch):
 def test_a_program_whose_time_does_not_depend_on_its_steps(flags, capsys):
     """Whatever is asked for, it makes so many steps."""
     with pytest.raises(SystemExit) as end:
-        speed((f"python toy.py --always 100 {flags}",), **(TINY | {"steps": 0, "seconds": 1.0}))
+        speed((f"python toy.py --always 100 {flags}",), **(TINY | {"steps": 0, "seconds": 6.0}))
     assert end.value.code == 1
     told = capsys.readouterr().err
     assert told.startswith(
@@ -199,6 +199,20 @@ def test_how_often_it_is_tried_before_that_is_said(monkeypatch):
     monkeypatch.setattr(Program, "run", run_fast)
     assert Program("toy", "", []).enough(8192, 10.0) == pytest.approx(2e8, rel=1e-3)
     assert max(fast) < 3e8
+
+
+def test_a_delay_of_a_busy_machine_is_no_dependence_on_steps(monkeypatch):
+    """Every third run takes two minutes longer by the clock, whatever is asked for."""
+    tried = []
+
+    def run(_, steps):
+        tried.append(steps)
+        return Cost(steps, 3.0, 4.0 + 120.0 * (len(tried) % 3 == 0), 1.0)
+
+    monkeypatch.setattr(Program, "run", run)
+    with pytest.raises(SystemExit):
+        Program("toy", "", []).enough(8192, 10.0)
+    assert 5 < len(tried) < 15
 
 
 def test_a_program_that_goes_on_for_ever_is_ended(capsys):
