@@ -42,6 +42,7 @@ import traceback
 import zipfile
 from collections import deque
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, get_args, get_type_hints
 
@@ -76,9 +77,7 @@ class Args:
     checkpoint_interval: int = 20  # iterations between checkpoints
 
     # Environments
-    env_id: str = (
-        "HalfCheetah-v4"  # gymnasium's, module:Id, dm_control/... or envpool:Id; Box actions
-    )
+    env_id: str = "HalfCheetah-v4"  # gymnasium's, module:Id, dm_control/... or envpool:Id
     env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
     env_workers: int = 0  # processes (EnvPool: threads) that step the environments; 0: this one
     num_envs: int = 1  # environments played side by side
@@ -147,12 +146,12 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
     if args.resume and args.num_envs != saved.num_envs:
         fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
-    needed = {"wandb": args.track, "moviepy": args.capture_video}
-    for package, wanted in needed.items():
-        if wanted and importlib.util.find_spec(package) is None:
-            fail(f"{package} is not installed: pip install {package}")
-    if args.capture_video:
-        drawn_env(args).close()  # what is missing is better known before training
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("--track: wandb is not installed: pip install wandb")
+    if args.capture_video:  # what is missing is better known before training
+        if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
+            fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
+        drawn_env(args).close()
     return args
 
 
@@ -202,11 +201,12 @@ def episode_seed(*key: int) -> int:
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
-def to_box(box: gym.spaces.Box, actions: np.ndarray) -> np.ndarray:
-    """Actions [..., A] clipped to the box, rounded if it is one of whole numbers, in its type; the
-    agent's are not clipped (continuous detail 5)."""
-    clipped = np.minimum(np.maximum(actions, box.low.ravel()), box.high.ravel())
-    if np.issubdtype(box.dtype, np.integer):
+def to_env(box: gym.spaces.Box, actions: np.ndarray) -> np.ndarray:
+    """Actions [N, A] clipped to a box, in its shape and type, whole numbers if it has only these;
+    the agent's are not clipped (continuous detail 5)."""
+    shaped = actions.reshape(-1, *box.shape)
+    clipped = np.minimum(np.maximum(shaped, box.low), box.high)
+    if box.dtype.kind in "iu":
         clipped = np.rint(clipped)
     return clipped.astype(box.dtype, copy=False)
 
@@ -233,8 +233,8 @@ class Envs:
             self.episodes[i] = episode - 1
         self.obs = np.stack([self.reset(i) for i in range(len(envs))])  # [N, D]
         for i, (_, actions) in enumerate(played or ()):
-            for action in actions:
-                self.play(i, action)
+            for action, shaped in zip(actions, to_env(self.action_space, actions), strict=True):
+                self.play(i, action, shaped)
 
     def reset(self, i: int) -> np.ndarray:
         """Begin the next episode of an environment; its first observation [D]."""
@@ -244,10 +244,9 @@ class Envs:
         seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
         return np.array(self.envs[i].reset(seed=seed)[0], np.float32)
 
-    def play(self, i: int, action: np.ndarray):
+    def play(self, i: int, action: np.ndarray, shaped: np.ndarray):
         """One step of an environment, with action [A]: reward, terminated, truncated."""
-        given = to_box(self.action_space, action).reshape(self.action_space.shape)
-        obs, reward, terminated, truncated, _ = self.envs[i].step(given)
+        obs, reward, terminated, truncated, _ = self.envs[i].step(shaped)
         try:
             number = np.asarray(reward).item()
             self.over[i] = terminated or truncated
@@ -266,14 +265,19 @@ class Envs:
         terminated = np.zeros(len(actions), bool)
         truncated = np.zeros(len(actions), bool)
         self.ended = []
+        shaped = to_env(self.action_space, actions)
         for i, action in enumerate(actions):
             if self.over[i]:
                 self.obs[i] = self.reset(i)
                 continue
-            rewards[i], terminated[i], truncated[i] = self.play(i, action)
+            rewards[i], terminated[i], truncated[i] = self.play(i, action, shaped[i])
             if self.over[i]:
                 self.ended.append((i, math.fsum(self.rewards[i]), len(self.rewards[i])))
         return rewards, terminated, truncated
+
+    def shown(self) -> dict[str, np.ndarray]:
+        """What is to be seen of the environments from outside, [N, ...] each."""
+        return {"obs": self.obs, "over": self.over, "discounted": self.discounted}
 
     def played(self) -> list[tuple[int, np.ndarray]]:
         """What plays the running episodes again: their numbers and actions so far, [t, A]."""
@@ -294,7 +298,7 @@ def work(pipe, args: Args, numbers: list[int], played: list | None):
         with contextlib.closing(own_envs(args, numbers, played)) as envs:
             result = envs.observation_space, envs.action_space
             while True:
-                pipe.send((envs.obs, envs.over, envs.discounted, envs.ended, result))
+                pipe.send((envs.shown(), envs.ended, result))
                 method, *given = pipe.recv()
                 result = getattr(envs, method)(*given)
     except BaseException as error:
@@ -317,7 +321,11 @@ class WorkerEnvs:
             process.start()
             theirs.close()
             self.workers.append((process, ours, slice(numbers[0], numbers[-1] + 1)))
-        self.observation_space, self.action_space = self.receive()[0]
+        try:
+            self.observation_space, self.action_space = self.receive()[0]
+        except BaseException:
+            self.close()
+            raise
 
     def receive(self) -> list:
         """What each worker answers; their states are joined to this one's."""
@@ -331,9 +339,10 @@ class WorkerEnvs:
                 raise RuntimeError(f"{why}: not enough memory?") from None
             if isinstance(replies[-1], BaseException):
                 raise replies[-1]
-        obs, over, discounted, ended, results = zip(*replies, strict=True)
-        self.obs, self.over = np.concatenate(obs), np.concatenate(over)
-        self.discounted, self.ended = np.concatenate(discounted), [*itertools.chain(*ended)]
+        shown, ended, results = zip(*replies, strict=True)
+        for name in shown[0]:  # obs, over ... [N, ...]
+            setattr(self, name, np.concatenate([part[name] for part in shown]))
+        self.ended = [*itertools.chain(*ended)]
         return results
 
     def step(self, actions: np.ndarray):
@@ -349,8 +358,9 @@ class WorkerEnvs:
         return [*itertools.chain(*self.receive())]
 
     def close(self):
-        for process, pipe, _ in self.workers:
+        for _, pipe, _ in self.workers:
             pipe.close()
+        for process, _, _ in self.workers:
             process.join(5)
             process.kill()  # if an environment does not end
         self.workers = []
@@ -386,8 +396,8 @@ class PoolEnvs:
     def step(self, actions: np.ndarray):
         """Take actions [N, A]: rewards, terminated, truncated [N]."""
         going = ~self.over
-        given = to_box(self.action_space, actions).reshape(len(actions), *self.action_space.shape)
-        obs, rewards, terminated, truncated, _ = self.vector.step(given)
+        shaped = to_env(self.action_space, actions)
+        obs, rewards, terminated, truncated, _ = self.vector.step(shaped)
         self.obs = self.flat(self.space, obs)
         self.over = terminated | truncated
         rewards = rewards.astype(np.float64)
@@ -503,15 +513,14 @@ class Agent(nn.Module):
         self.actor_mean = mlp(self.dim, outputs, gain=0.01)  # (continuous detail 4)
         # a deviation for each dimension, the same in every state (continuous detail 2)
         self.actor_logstd = nn.Parameter(torch.full((outputs,), args.log_std_init))
-        low, high = (
-            torch.tensor(space.low).float().ravel(),
-            torch.tensor(space.high).float().ravel(),
-        )
+        low = torch.tensor(space.low).float().ravel()
+        high = torch.tensor(space.high).float().ravel()
         if not (args.scale_actions and (high - low).isfinite().all()):
             low, high = -torch.ones(outputs), torch.ones(outputs)
         self.register_buffer("origin", (low + high) / 2)
         self.register_buffer("unit", torch.where(high > low, (high - low) / 2, 1.0))
-        self.obs_moments, self.return_moments = RunningMoments((self.dim,)), RunningMoments()
+        self.obs_moments = RunningMoments((self.dim,))
+        self.return_moments = RunningMoments()
         self.rng = np.random.default_rng(args.seed)  # of actions and minibatches
 
     def normalize(self, obs: torch.Tensor) -> torch.Tensor:
@@ -555,7 +564,7 @@ class Agent(nn.Module):
         return act
 
     def act(self, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
-        """Mean actions [N, ...] at observations [N, D] or, given `noise(N)`, samples; not clipped."""
+        """Mean actions [N, ...] at observations [N, D] or, given `noise(N)`, samples: unclipped."""
         actions = self.numpy_actor()(np.asarray(obs, np.float32), noise)
         return actions.reshape(-1, *self.action_shape)
 
@@ -699,15 +708,8 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
     numbers = data.rewards, values.cpu().double().numpy(), data.terminated, data.truncated
     advantages = torch.tensor(gae(*numbers, args.gamma, args.gae_lambda)).to(values)  # detail 5
     returns = advantages + values[:-1]
-    fields = (
-        obs[:-1],
-        actions,
-        logprobs,
-        advantages,
-        returns,
-        values[:-1],
-        torch.zeros_like(returns)[..., None],
-    )
+    noise = torch.zeros_like(returns)[..., None]
+    fields = obs[:-1], actions, logprobs, advantages, returns, values[:-1], noise
     batch = Batch(*[x.flatten(0, 1) for x in fields])  # [B, ...], B = T * N
 
     rows = np.flatnonzero(data.valid)  # what is learned from
@@ -748,28 +750,28 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs | PoolEnvs, run: "Run", args: 
     discounted = np.zeros((T, N))
     terminated = np.zeros((T, N), bool)
     truncated = np.zeros((T, N), bool)
-    valid = np.zeros((T, N), bool)
+    over = np.zeros((T, N), bool)  # rows after an episode's end
     noise, act = agent.noise(T, N), agent.numpy_actor()
     for t in range(T):
         obs[t] = envs.obs
-        valid[t] = ~envs.over
+        over[t] = envs.over
         actions[t] = act(obs[t], noise[t])
         rewards[t], terminated[t], truncated[t] = envs.step(actions[t])
         discounted[t] = envs.discounted
-        run.global_step += int(np.count_nonzero(valid[t]))
+        run.global_step += N - int(np.count_nonzero(over[t]))
         if envs.ended:
             run.log_episodes(envs.ended)
     obs[T] = envs.obs
     check_actor(agent, act, obs[:T][:8, 0], noise[:8, 0])
     # rewards over the deviation of the discounted returns, clipped (continuous details 8, 9)
-    agent.return_moments.update(discounted[valid])
+    agent.return_moments.update(discounted[~over])
     rewards = np.clip(rewards / math.sqrt(agent.return_moments.var + 1e-8), -10.0, 10.0)
-    return Rollout(obs, actions, rewards, terminated, truncated, valid)
+    return Rollout(obs, actions, rewards, terminated, truncated, ~over)
 
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's folder, its logs and its counters. The folder is one run's as long as this is open."""
+    """A run's folder, its logs and its counters. While this is open, the folder is its alone."""
 
     def __init__(self, args: Args, checkpoint: dict):
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
@@ -803,12 +805,9 @@ class Run:
             import wandb  # before the writer, which it follows
 
             project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            same = {
-                "id": checkpoint.get("wandb"),
-                "resume": "allow",
-            }  # one run, however often resumed
-            config = {"config": vars(self.args), "sync_tensorboard": True}
-            self.wandb = wandb.init(name=self.folder.name, **project, **same, **config)
+            more = {"config": vars(self.args), "sync_tensorboard": True}
+            more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one, however often resumed
+            self.wandb = wandb.init(name=self.folder.name, **project, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
@@ -831,8 +830,8 @@ class Run:
         self.csv.close()
 
     def log_episodes(self, ended: list[tuple[int, float, int]]):
-        """Log the (environment, return, length) of the episodes that one step has ended: a row each,
-        and for TensorBoard, which has one value a step, their mean."""
+        """Log the (environment, return, length) of the episodes that one step has ended: a row
+        each, and for TensorBoard, which has one value a step, their mean."""
         for _, episodic_return, length in ended:
             seconds = time.monotonic() - self.start
             self.csv.write(f"{self.global_step},{seconds:.2f},{episodic_return},{length}\n")
@@ -875,7 +874,7 @@ def new_folder(args: Args) -> Path:
 
 
 def refuse_links(folder: Path):
-    """One clear line if a folder, perhaps a stranger's, has links: a run would write through them."""
+    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
     for path in folder.rglob("*"):
         if path.is_symlink():
             fail(f"{path} is a link: a run writes into its own folder alone")
@@ -966,10 +965,8 @@ def evaluate(args: Args) -> list[float]:
             envs.step(act(envs.obs))
             steps += 1
             for _, episodic_return, _ in envs.ended:
-                print(
-                    f"eval_episode={len(returns)}, episodic_return={episodic_return:.2f}",
-                    flush=True,
-                )
+                said = f"eval_episode={len(returns)}, episodic_return={episodic_return:.2f}"
+                print(said, flush=True)
                 returns.append(episodic_return)
                 steps = 0
             if steps > 100_000:
@@ -1041,6 +1038,13 @@ def restore(agent: Agent, checkpoint: dict, folder: Path):
         fail(f"{folder}: its checkpoint does not fit: {error!r}")
 
 
+def check_finite(iteration: int, values: dict):
+    """FloatingPointError that names the first value with a NaN or an infinity."""
+    for name, x in values.items():
+        if not torch.as_tensor(x).isfinite().all():
+            raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
+
+
 def train(args: Args) -> Path:
     """Train, or go on training; returns the run's folder."""
     torch.set_num_threads(args.num_threads)
@@ -1055,19 +1059,16 @@ def train(args: Args) -> Path:
             restore(agent, checkpoint, args.resume)
         step = compile_step(agent, args)
         with stop_signals() as stop, Run(args, checkpoint) as run:
-            run.bar.write(
-                f"{args.env_id} on {device}, {args.num_iterations} iterations, in {run.folder}"
-            )
+            how = f"{args.env_id} on {device}, {args.num_iterations} iterations"
+            run.bar.write(f"{how}, in {run.folder}")
             save(run, agent, envs)
             while run.iteration < args.num_iterations and not stop:
                 remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
                 learning_rate = remaining * args.learning_rate  # annealed (detail 4)
                 data = rollout(agent, envs, run, args)
                 metrics = update(agent, data, learning_rate, args, step)
-                checked = {"observations": data.obs, "rewards": data.rewards} | metrics
-                for name, x in (checked | agent.state_dict()).items():
-                    if not torch.as_tensor(x).isfinite().all():
-                        raise FloatingPointError(f"iteration {run.iteration}: {name} is not finite")
+                check_finite(run.iteration, {"observations": data.obs, "rewards": data.rewards})
+                check_finite(run.iteration, metrics | agent.state_dict())
                 run.log(metrics | {"charts/learning_rate": learning_rate})
                 if run.iteration % args.checkpoint_interval == 0:
                     save(run, agent, envs)
@@ -1079,7 +1080,7 @@ def train(args: Args) -> Path:
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
     """Say how to go on or to play; play and record, if that is wanted."""
     script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
-    if ":" in run.args.env_id:  # a module must be given again
+    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
         folder += f" --env-id {run.args.env_id}"
     if run.status == "running":
         print(f"go on with: {script} --resume {folder}")
