@@ -244,7 +244,8 @@ class Envs:
         self.actions[i], self.rewards[i] = [], []
         self.over[i], self.discounted[i] = False, 0.0
         seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
-        return np.array(self.envs[i].reset(seed=seed)[0], np.float32)
+        obs, _ = self.envs[i].reset(seed=seed)
+        return np.array(obs, np.float32).reshape(self.observation_space.shape)
 
     def play(self, i: int, action: np.ndarray, shaped: np.ndarray):
         """One step of an environment, with action [A]: reward, terminated, truncated."""
@@ -255,7 +256,7 @@ class Envs:
         except ValueError:  # several numbers
             what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
             raise ValueError(f"{self.args.env_id}: {what}: one of each is wanted") from None
-        self.obs[i] = obs
+        self.obs[i] = np.reshape(obs, self.observation_space.shape)
         self.actions[i].append(action)
         self.rewards[i].append(number)
         self.discounted[i] = self.args.gamma * self.discounted[i] + number
