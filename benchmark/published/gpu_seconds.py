@@ -1,15 +1,16 @@
-"""When a training had what return: `python -m benchmark.published.gpu_seconds RUN...`
+"""When a training reached what return: `python -m benchmark.published.gpu_seconds RUN...`
 
-For each run its environment, steps, seconds, and when the mean return of 100 training episodes
-first reached a goal of GOALS, by its own table of episodes.
+For each run the steps a second of its second half, its last mean of 100 training episodes, and
+when that mean first reached the goals below.
 """
 
-import csv
 import json
 import sys
 from pathlib import Path
 
 import numpy as np
+
+from benchmark.stats import first_reach
 
 GOALS = {
     "Pong-v5": (0, 10, 18, 20),
@@ -19,48 +20,19 @@ GOALS = {
     "Hopper-v4": (2000, 3000, 3100),
     "Ant-v4": (3000, 5000, 6294),
 }
-WINDOW = 100  # episodes
 
-
-def reached(returns: np.ndarray, goal: float) -> int | None:
-    """The episode with which the mean of the last WINDOW first was `goal`; None if it never was."""
-    if len(returns) < WINDOW:
-        return None
-    sums = np.cumsum([0.0, *returns])
-    means = (sums[WINDOW:] - sums[:-WINDOW]) / WINDOW
-    hits = np.flatnonzero(means >= goal)
-    return int(hits[0]) + WINDOW - 1 if len(hits) else None
-
-
-def report(folder: Path) -> list[str]:
-    """Lines on a run."""
+for folder in map(Path, sys.argv[1:]):
     run = json.loads((folder / "run.json").read_text())
+    table = np.loadtxt(folder / "episodes.csv", delimiter=",", skiprows=1, ndmin=2)
+    steps, seconds, returns, _ = table.T
     env_id = run["args"]["env_id"]
-    with (folder / "episodes.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    returns = np.array([float(row["return"]) for row in rows])
-    steps, seconds = run["global_step"], run["wall_seconds"]
-    lines = [f"{env_id}, seed {run['seed']}: {steps} steps in {seconds:.0f} s, {run['status']}"]
-    if len(rows) > 1:
-        last = float(rows[-1]["seconds"])
-        half = next(row for row in rows if float(row["seconds"]) >= last / 2)
-        covered = int(rows[-1]["global_step"]) - int(half["global_step"])
-        rate = covered / max(last - float(half["seconds"]), 1e-9)
-        lines.append(f"{env_id}: {rate:.0f} steps/s in the second half of this time")
-        lines.append(
-            f"{env_id}: {returns[-WINDOW:].mean():.2f}, mean of the last {WINDOW} episodes"
-        )
+    end = run["global_step"], run["wall_seconds"]
+    print(f"{env_id}, seed {run['seed']}: {end[0]} steps in {end[1]:.0f} s, {run['status']}")
+    half = np.searchsorted(seconds, seconds[-1] / 2)
+    rate = (steps[-1] - steps[half]) / (seconds[-1] - seconds[half])
+    print(f"{env_id}: {rate:.0f} steps/s in the second half of this time")
+    print(f"{env_id}: {returns[-100:].mean():.2f}, mean of the last 100 episodes")
     for goal in GOALS.get(env_id, ()):
-        index = reached(returns, goal)
-        if index is None:
-            lines.append(f"{env_id}: {goal} not reached")
-        else:
-            row = rows[index]
-            step = int(row["global_step"]) / 1e6
-            lines.append(f"{env_id}: {goal} after {float(row['seconds']):.0f} s, {step:.2f}M steps")
-    return lines
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        print("\n".join(report(Path(name))))
+        after = first_reach(seconds, returns, goal, least=100)
+        step = first_reach(steps, returns, goal, least=100)
+        print(f"{env_id}: {goal} after {after:.0f} s, {step / 1e6:.2f}M steps")

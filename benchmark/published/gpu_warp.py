@@ -8,7 +8,6 @@ The second form says what kernels the device runs in one update and in one rollo
 A row that is there is not measured again.
 """
 
-import csv
 import sys
 import time
 from collections import Counter
@@ -17,12 +16,9 @@ from pathlib import Path
 import torch
 
 import ppo_continuous_action_warp as script
+from benchmark.published.gpu_profile import add, read, wait
 
 REPEATS = 8
-FIELDS = (
-    "env_id", "num_envs", "part", "steps_per_second", "iteration_ms", "memory_gb", "start_seconds",
-    "device", "torch",
-)  # fmt: skip
 
 
 class Training:
@@ -63,11 +59,6 @@ class Training:
         self.learn()
 
 
-def wait():
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def seconds_of(function, repeats: int = REPEATS) -> float:
     """Of one call; five before it make libraries ready and record a graph."""
     for _ in range(5):
@@ -80,17 +71,10 @@ def seconds_of(function, repeats: int = REPEATS) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-
-
 def measure(table: Path, env_id: str, num_envs: int, repeats: int):
     """Add the rows of one size to the table."""
-    rows = []
-    if table.exists():
-        with table.open() as file:
-            rows = list(csv.DictReader(file))
-    if any((row["env_id"], row["num_envs"]) == (env_id, str(num_envs)) for row in rows):
+    size = env_id, str(num_envs)
+    if any((row["env_id"], row["num_envs"]) == size for row in read(table)):
         return
     began = time.perf_counter()
     training = Training(env_id, num_envs)
@@ -110,15 +94,8 @@ def measure(table: Path, env_id: str, num_envs: int, repeats: int):
         row["iteration_ms"] = round(1000 * seconds, 2)
         row["memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
         row["start_seconds"] = round(ready, 1)
-        row["device"] = device_name()
-        row["torch"] = torch.__version__
-        print(" ".join(f"{name}={value}" for name, value in row.items()), flush=True)
-        new = not table.exists()
-        with table.open("a") as file:
-            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-            if new:
-                writer.writeheader()
-            writer.writerow(row)
+        row["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        add(table, row | {"torch": torch.__version__})
 
 
 def kind(kernel: str) -> str:
