@@ -1,0 +1,1099 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.7,<2.14", "gymnasium[box2d]>=1.1,<2", "numpy",
+#                 "tensorboard", "tqdm", "tyro>=1.0.17"]
+# ///
+"""PPO, clipped, from pixels or any mix of images, vectors and choices, for any actions.
+
+Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huang et al. 2022 ("The
+37 implementation details of PPO"), each marked where it is. Every iteration:
+
+    1. take T steps in each of N environments with actions a ~ pi(a | s), choices and numbers alike:
+           log pi(a | s) = sum over its choices and its numbers; rewards scaled by their returns
+    2. A = GAE(lambda): a time limit bootstraps from the value of the true last observation, a
+       termination does not, and the row after an episode's end (autoreset's) is never learned from
+    3. for K epochs or until KL > target_kl, for each minibatch, with A normalised, r = pi / pi_old:
+           minimise  -E[ min(r A, clip(r, 1 - eps, 1 + eps) A) ] + c_v E[ (V - R)^2 ] / 2 - c_e H
+
+    python ppo_pixels.py --env-id CarRacing-v3       # --resume runs/RUN goes on
+    python ppo_pixels.py --env-id minigrid:MiniGrid-DoorKey-5x5-v0 --total-timesteps 100000
+    python ppo_pixels.py --env-id envpool:CarRacing-v3 --grayscale --resize 64 64 --frame-stack 2
+    python ppo_pixels.py --evaluate runs/RUN         # plays greedily, and with drawn actions
+
+Every image has a network of its own (Nature's from 36 pixels on, IMPALA's below, a small one below
+16), all vectors and choices share one layer. Left out on purpose: memory (ppo_lstm.py).
+"""
+
+import difflib
+import functools
+import importlib.util
+import json
+import math
+import os
+import shlex
+import signal
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from gymnasium.vector.utils import concatenate, create_empty_array
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem  # the experiment's name, part of the run's
+    seed: int = 1  # of everything: networks, actions, minibatches and each episode's reset
+    torch_deterministic: bool = True  # torch.backends.cudnn.deterministic
+    cuda: bool = True  # use a GPU if there is one
+    num_threads: int = 0  # CPU threads of torch; 0: as many as there are cores
+    channels_last: bool = True  # convolutions in channels-last order: same results to rounding
+    bf16: bool = False  # layers before the heads in bfloat16: faster if the hardware has it
+    compile: bool = False  # compile these layers, if there is a compiler: same results to rounding
+    track: bool = False  # also log to Weights and Biases
+    wandb_project_name: str = "ppo"  # its project
+    wandb_entity: str | None = None  # its entity (team)
+    capture_video: bool = False  # record the evaluation, after training or with --evaluate
+    save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
+    run_dir: Path | None = None  # default runs/{env_id}__{exp_name}__{seed}__{time}
+    resume: Path | None = None  # go on with the run in this folder, with its own arguments
+    evaluate: Path | None = None  # play the run in this folder, greedily and drawn, and exit
+    eval_episodes: int = 10  # episodes of an evaluation, greedy and drawn
+    checkpoint_interval: int = 20  # iterations between checkpoints
+
+    # Algorithm
+    env_id: str = "CarRacing-v3"  # a gymnasium id, module:Id, or envpool:Id
+    env_kwargs: str = "{}"  # arguments for gym.make as JSON: '{"continuous": false}'
+    frame_stack: int = 0  # images seen at once, the newest last; 0: 4 for ALE/..., or else 1
+    resize: tuple[int, int] | None = None  # image's height and width; default: no side above 96
+    grayscale: bool = False  # grey instead of red, green and blue
+    action_repeat: int = 0  # steps an action is held; 0: 4 for ALE/..., or else 1
+    encoder: Literal["auto", "nature", "impala", "small"] = "auto"  # images' network; auto: by size
+    separate_critic: bool = False  # a second network for the value; vectors alone always have two
+    total_timesteps: int = 1_000_000  # steps in all environments, rounded down to iterations
+    learning_rate: float = 5e-4  # Adam's, in the first iteration
+    num_envs: int = 8  # environments played side by side
+    num_steps: int = 128  # steps in each environment per iteration
+    anneal_lr: bool = True  # lower the learning rate linearly
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of the generalized advantage estimate
+    num_minibatches: int = 4  # minibatches per epoch
+    update_epochs: int = 4  # passes over an iteration's samples
+    norm_adv: bool = True  # normalize advantages within each minibatch
+    clip_coef: float = 0.2  # epsilon of the clipped surrogate
+    clip_vloss: bool = False  # clip the change of the value, too
+    ent_coef: float = 0.01  # weight of the entropy bonus of choices
+    box_ent_coef: float = 0.0  # and of numbers
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # largest norm of the gradient over all parameters
+    target_kl: float | None = None  # no further epoch once the mean approx_kl of one exceeds it
+    log_std_init: float = -0.7  # initial log standard deviation of numbers, in half their box
+    scale_rewards: bool = True  # divide rewards by the deviation of discounted returns
+    action_masks: bool = True  # choices that an environment names invalid have probability 0
+    batch_size: int = 0  # computed: num_envs * num_steps
+    minibatch_size: int = 0  # computed: batch_size // num_minibatches
+    num_iterations: int = 0  # computed: total_timesteps // batch_size
+
+    def __post_init__(self):
+        """Compute what is computed; a ValueError, which tyro shows, for what can't be meant."""
+        self.batch_size = self.num_envs * self.num_steps
+        self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
+        self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
+        low = {"seed": 0, "num_threads": 0, "frame_stack": 0, "action_repeat": 0}
+        low |= {"log_std_init": -9, "minibatch_size": 2}
+        high = {"gamma": 1, "gae_lambda": 1, "log_std_init": 9}
+        for name, value in vars(self).items():
+            least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
+            if type(value) in (int, float) and not least <= value <= most:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
+        if self.resize and min(self.resize) < 4:
+            raise ValueError(f"--resize {self.resize}: images of at least 4 x 4 wanted")
+        if self.resume and (self.run_dir or self.evaluate):
+            raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
+
+    def given(resume: Path | None = None, evaluate: Path | None = None):
+        return resume or evaluate
+
+    folder, _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
+    saved = load_checkpoint(folder)["args"] if folder else Args()
+    args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
+    if args.resume and args.num_envs != saved.num_envs:
+        fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
+    for package in ["moviepy"] * args.capture_video + ["wandb"] * args.track:
+        if importlib.util.find_spec(package) is None:
+            fail(f"{package} is not installed: pip install {package}")
+    return args
+
+
+def fail(message: str):
+    """One line on standard error, exit code 2."""
+    print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+# --- environments ---------------------------------------------------------------------------------
+def parts(space: gym.Space, path: tuple = ()) -> list[tuple[tuple, gym.Space]]:
+    """What nested Dicts and Tuples are made of: (keys that lead there, space), in their order."""
+    items = getattr(space, "spaces", None)
+    if items is None:
+        return [(path, space)]
+    items = items.items() if isinstance(items, dict) else enumerate(items)
+    return [found for key, inner in items for found in parts(inner, (*path, key))]
+
+
+def pick(tree, path: tuple):
+    """What these keys lead to in nested dicts and tuples."""
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+CHOICES = gym.spaces.Discrete | gym.spaces.MultiDiscrete | gym.spaces.MultiBinary
+
+
+class Leaf(NamedTuple):
+    """A part of an observation that is learned from."""
+
+    path: tuple  # of keys, from the whole observation to this part
+    space: gym.Space
+    kind: str  # "image"; "codes", an image below 16 x 16; "vector"; "choices"
+    channels: tuple = ()  # an image's axes that are no rows and no columns
+    size: tuple | None = None  # rows and columns that an image is scaled to
+
+
+def find_leaf(path: tuple, space: gym.Space, args: Args) -> Leaf | None:
+    """How a part of an observation is read. A Box is an image if it has bytes of 2 axes, or any
+    numbers of 3 or 4. Of 3 the smallest one is the channels; the first of 4 is a stack of them."""
+    if isinstance(space, CHOICES):
+        return Leaf(path, space, "choices")
+    if not isinstance(space, gym.spaces.Box) or 0 in space.shape:
+        return None  # text, graphs, sequences
+    *stack, rows, columns = space.shape if len(space.shape) > 1 else (0, 0)
+    channels = ()
+    if stack:
+        *stack, first, rows, columns = space.shape
+        smallest = min(first, rows, columns)
+        channels = (*range(len(stack)), len(stack) if first == smallest else len(stack) + 2)
+        tie = rows == smallest or first == columns
+        rows, columns = (n for axis, n in enumerate(space.shape) if axis not in channels)
+    flat = space.dtype != np.uint8 and len(space.shape) == 2
+    if len(space.shape) > 4 or min(rows, columns) < 7 or flat:
+        return Leaf(path, space, "vector")
+    if channels and tie:
+        raise ValueError(f"{space}: which axis of this image is the channels can't be told")
+    smaller = math.ceil(min(rows, columns) / 96)
+    size = tuple(args.resize or (rows // smaller, columns // smaller))
+    kind = "codes" if min(size) < 16 else "image"
+    if kind == "image" and max(-space.low.min(), space.high.max()) > 1e6:
+        raise ValueError(f"{space}: an image without bounds; give its Box a low and a high")
+    return Leaf(path, space, kind, channels, None if size == (rows, columns) else size)
+
+
+class Reader:
+    """Observations of a space as arrays to store and learn from, one for each leaf."""
+
+    def __init__(self, space: gym.Space, args: Args):
+        self.args = args
+        found = [(path, part) for path, part in parts(space) if path != ("action_mask",)]
+        self.leaves = [leaf for leaf in (find_leaf(*part, args) for part in found) if leaf]
+        kept = [leaf.path for leaf in self.leaves]
+        self.dropped = [".".join(map(str, path)) for path, _ in found if path not in kept]
+        if not self.leaves:
+            raise ValueError(f"{space}: nothing there can be learned from")
+        some = [leaf.space.sample() for leaf in self.leaves]
+        self.shapes = [x.shape for x in self.read(some)]  # (H, W, C) or (D,)
+
+    def names(self) -> list[str]:
+        """What is seen, as it is saved with the agent."""
+        names = [".".join(map(str, leaf.path)) for leaf in self.leaves]
+        return [f"{name} {leaf.kind}" for name, leaf in zip(names, self.leaves, strict=True)]
+
+    def pick(self, obs) -> list[np.ndarray]:
+        """The leaves of an observation, or of several: an array, or dicts and tuples of arrays."""
+        return [np.asarray(pick(obs, leaf.path)) for leaf in self.leaves]
+
+    def read(self, values: list, before: list | None = None) -> list[np.ndarray]:
+        """Leaves of one observation as images [H, W, C] or vectors [D]. With --frame-stack, behind
+        those of the step `before`; where an episode begins, the same image again and again."""
+        found = []
+        for k, (leaf, x) in enumerate(zip(self.leaves, values, strict=True)):
+            if leaf.kind in ("vector", "choices"):
+                found.append(gym.spaces.flatten(leaf.space, x).astype(np.float32))
+                continue
+            x = self.image(leaf, x)
+            if self.args.frame_stack > 1:
+                stack = (
+                    before[k][..., x.shape[-1] :]
+                    if before
+                    else np.tile(x, self.args.frame_stack - 1)
+                )
+                x = np.concatenate([stack, x], axis=-1)
+            found.append(x)
+        return found
+
+    def image(self, leaf: Leaf, x: np.ndarray) -> np.ndarray:
+        """An image of any layout as [H, W, C]: bytes stay bytes, other numbers become float32."""
+        x = x if x.dtype == np.uint8 else x.astype(np.float32)
+        x = np.moveaxis(x, leaf.channels, range(x.ndim - len(leaf.channels), x.ndim))
+        x = x.reshape(*x.shape[:2], -1)
+        if leaf.size:
+            pixels = torch.as_tensor(x).permute(2, 0, 1)[None]
+            how = {"size": leaf.size, "mode": "bilinear", "antialias": True}
+            x = nn.functional.interpolate(pixels, **how)[0].permute(1, 2, 0).numpy()
+        if self.args.grayscale and x.shape[-1] % 3 == 0:
+            colours = x.reshape(*x.shape[:2], -1, 3)
+            x = (colours @ np.array([0.299, 0.587, 0.114], np.float32)).astype(x.dtype)
+        return x
+
+
+def without_binaries(space: gym.Space) -> gym.Space:
+    """An action space whose MultiBinary parts are choices between two."""
+    if isinstance(space, gym.spaces.Dict):
+        return gym.spaces.Dict([(key, without_binaries(x)) for key, x in space.spaces.items()])
+    if isinstance(space, gym.spaces.Tuple):
+        return gym.spaces.Tuple([without_binaries(x) for x in space.spaces])
+    if isinstance(space, gym.spaces.MultiBinary):
+        return gym.spaces.MultiDiscrete(np.full(space.shape, 2))
+    return space
+
+
+class Actions:
+    """Actions of a space as vectors [F], as `gym.spaces.flatten` has them: zeros and a one for each
+    choice, the numbers of each Box."""
+
+    def __init__(self, space: gym.Space):
+        self.space = without_binaries(space)
+        self.blocks = []  # (size, the Box or None) of each choice and of each Box
+        for _, part in parts(self.space):
+            if isinstance(part, gym.spaces.Box):
+                self.blocks.append((part.low.size, part))
+            elif isinstance(part, CHOICES):
+                sizes = np.ravel(part.nvec if part.shape else part.n).tolist()
+                self.blocks += [(size, None) for size in sizes]
+            else:
+                raise ValueError(f"{part}: no actions that can be learned")
+        if not sum(size for size, _ in self.blocks):
+            raise ValueError(f"{space}: nothing to do")
+        number = [np.full(size, box is not None) for size, box in self.blocks]
+        self.number = np.concatenate(number)  # [F], whether it is one of a Box
+        self.low, self.high = np.zeros(len(self.number)), np.ones(len(self.number))
+        boxes = [box for _, box in self.blocks if box]
+        self.low[self.number] = np.concatenate([[], *(box.low.ravel() for box in boxes)])
+        self.high[self.number] = np.concatenate([[], *(box.high.ravel() for box in boxes)])
+        whole = [np.full(box.low.size, box.dtype.kind in "iu") for box in boxes]
+        self.whole = np.zeros(len(self.number), bool)  # [F], whether it is rounded
+        self.whole[self.number] = np.concatenate([np.zeros(0, bool), *whole])
+
+    def to_space(self, action: np.ndarray):
+        """An action [F] as the space has it; numbers are clipped (continuous detail 5)."""
+        action = np.clip(action, self.low, self.high)
+        return gym.spaces.unflatten(self.space, np.where(self.whole, action.round(), action))
+
+    def mask(self, tree) -> np.ndarray:
+        """A mask of all choices in a row, or nested as the space is, as an array [F]."""
+        if not isinstance(tree, np.ndarray):
+            choices = [path for path, part in parts(self.space) if isinstance(part, CHOICES)]
+            tree = np.hstack([np.hstack(pick(tree, path)) for path in choices])
+        mask = np.ones(len(self.number), bool)
+        if tree.size != np.sum(~self.number):
+            fail(f"action_mask has {tree.size} entries, the choices {np.sum(~self.number)}")
+        mask[~self.number] = tree.ravel() > 0
+        blocks = np.split(mask, np.cumsum([size for size, _ in self.blocks])[:-1])
+        if not all(block.any() for block in blocks):
+            raise ValueError(f"action_mask {tree} leaves nothing to choose")
+        return mask
+
+
+def read_spaces(env, args: Args) -> tuple[Reader, Actions]:
+    """What reads and acts in the spaces of `env`; one clear line if they can't be learned from."""
+    try:
+        return Reader(env.observation_space, args), Actions(env.action_space)
+    except ValueError as error:
+        fail(f"--env-id {args.env_id}: {error}")
+
+
+def make_env(args: Args, **options) -> gym.Env:
+    """An environment of gymnasium or EnvPool; one clear line if there is no such thing."""
+    gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
+    atari = args.env_id.split(":")[-1].startswith("ALE/")
+    if atari:  # each frame, grey (Atari detail 5), is seen here
+        options |= {"frameskip": 1, "obs_type": "grayscale"}
+    options |= json.loads(args.env_kwargs)
+    module = {"ALE": "ale_py:", "dm_control": "shimmy:"}.get(args.env_id.split("/")[0], "")
+    try:
+        if args.env_id.startswith("envpool:"):
+            env = PoolEnv(args.env_id.removeprefix("envpool:"), **options)
+        else:
+            env = gym.make(f"{module}{args.env_id}", disable_env_checker=True, **options)
+    except (gym.error.Error, ImportError, NotImplementedError) as error:
+        fail(f"--env-id {args.env_id}: {error} (your own: module:Id; EnvPool's: envpool:Id)")
+    return Repeat(env, args.action_repeat, atari) if args.action_repeat > 1 else env
+
+
+class PoolEnv(gym.Env):
+    """One environment of EnvPool. It takes a seed once: later episodes follow from the first."""
+
+    def __init__(self, name: str, **options):
+        import envpool
+
+        ids = envpool.list_all_envs()
+        if name not in ids:
+            near = ", ".join(difflib.get_close_matches(name, ids)) or "none like it"
+            raise gym.error.NameNotFound(f"EnvPool has no {name}, but {near}")
+        self.make = functools.partial(
+            envpool.make, name, env_type="gymnasium", num_envs=1, **options
+        )
+        self.pool = self.make()
+        self.observation_space = self.pool.observation_space
+        self.action_space = self.pool.action_space
+        self.seeded = False
+
+    def reset(self, seed: int | None = None, options=None):
+        if not self.seeded:
+            self.pool = self.make(seed=seed % 2**31)
+            self.seeded = True
+        return self.first(self.pool.reset()[0]), {}
+
+    def step(self, action):
+        obs, reward, terminated, truncated, _ = self.pool.step(np.asarray(action)[None])
+        return self.first(obs), reward[0], terminated[0], truncated[0], {}
+
+    def first(self, obs):
+        """The only one of a batch of observations, nested as they are."""
+        if isinstance(obs, dict):
+            return {key: self.first(x) for key, x in obs.items()}
+        return obs[0]
+
+    def close(self):
+        self.pool.close()
+
+
+class Repeat(gym.Wrapper):
+    """Holds an action for some steps. Atari shows the brighter of the last two images, since some
+    things are drawn in every second one only (Atari detail 2)."""
+
+    def __init__(self, env: gym.Env, steps: int, atari: bool):
+        super().__init__(env)
+        self.steps, self.atari = steps, atari
+
+    def step(self, action):
+        total, obs = 0.0, None
+        for _ in range(self.steps):
+            before = obs
+            obs, reward, terminated, truncated, info = self.env.step(action)
+            total += reward
+            if terminated or truncated:
+                break
+        if self.atari and before is not None:
+            obs = np.maximum(before, obs)
+        return obs, total, terminated, truncated, info
+
+
+def episode_seed(*key: int) -> int:
+    """The reset seed of an episode from (seed, environment, episode): no two runs share one."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0])
+
+
+class Episodes(gym.Wrapper):
+    """Seeds every episode, and keeps the actions of the running one to play it again on resuming.
+    Autoreset is "next step": the step that ends an episode returns its true last observation; the
+    next one ignores its action and returns a new episode's first observation with reward 0."""
+
+    def __init__(self, env: gym.Env, args: Args, index: int):
+        super().__init__(env)
+        self.args, self.index, self.episode = args, index, -1
+        self.reader, self.choose = read_spaces(env, args)
+
+    def reset(self, **kwargs):
+        self.episode, self.over, self.actions, self.rewards = self.episode + 1, False, [], []
+        self.discounted = 0.0
+        obs, info = self.env.reset(seed=episode_seed(self.args.seed, self.index, self.episode))
+        self.obs = self.look(obs, info)
+        return self.obs, info
+
+    def look(self, obs, info: dict, before: list | None = None) -> list[np.ndarray]:
+        """An observation as `Reader.read` gives it and, if there is one, its mask of actions [F]."""
+        mask = info.get("action_mask", info.get("legal_action_mask"))
+        if isinstance(obs, dict):
+            mask = obs.get("action_mask", mask)
+        found = self.reader.read(self.reader.pick(obs), before)
+        if mask is not None and self.args.action_masks:
+            found.append(self.choose.mask(mask))
+        return found
+
+    def step(self, action: np.ndarray):
+        """Take an action [F], as `Actions` has it."""
+        if self.over:
+            return self.reset()[0], 0.0, False, False, {}
+        choice = self.choose.to_space(action)
+        obs, reward, terminated, truncated, info = self.env.step(choice)
+        self.obs, reward = self.look(obs, info, self.obs), np.asarray(reward).item()
+        self.actions.append(action)
+        self.rewards.append(reward)
+        self.discounted = self.args.gamma * self.discounted + reward  # return so far, seen from now
+        self.over = bool(terminated or truncated)
+        return self.obs, reward, terminated, truncated, info
+
+
+class Envs:
+    """N environments in this process, stepped one after the other."""
+
+    def __init__(self, args: Args, checkpoint: dict, wrap=lambda env: env, **options):
+        envs = [wrap(make_env(args, **options)) for _ in range(args.num_envs)]
+        self.envs = [Episodes(env, args, i) for i, env in enumerate(envs)]
+        self.observation_space = envs[0].observation_space  # of one environment
+        self.action_space = envs[0].action_space
+        playing = checkpoint.get("playing", [(0, ())] * args.num_envs)
+        for env, (episode, actions) in zip(self.envs, playing, strict=True):
+            env.episode = episode - 1
+            env.reset()
+            for action in actions:  # on resuming, the running episodes are played again
+                env.step(action.numpy())
+        self.look()
+
+    def look(self):
+        self.obs = [np.stack(leaf) for leaf in zip(*(env.obs for env in self.envs), strict=True)]
+        self.over = np.array([env.over for env in self.envs])
+        self.discounted = np.array([env.discounted for env in self.envs])
+
+    def step(self, actions: np.ndarray):
+        """Take actions [N, F]: rewards, terminated, truncated [N]."""
+        steps = [env.step(action) for env, action in zip(self.envs, actions, strict=True)]
+        self.look()
+        self.ended = []  # (environment, return, length)
+        for i in np.flatnonzero(self.over):
+            rewards = self.envs[i].rewards
+            self.ended.append((i, math.fsum(rewards), len(rewards)))
+        _, rewards, terminated, truncated, _ = zip(*steps, strict=True)
+        return np.array(rewards), np.array(terminated), np.array(truncated)
+
+    def played(self) -> list[tuple[int, torch.Tensor]]:
+        """Of each environment the running episode's number, and its actions so far [steps, F]."""
+        return [(env.episode, torch.tensor(np.array(env.actions))) for env in self.envs]
+
+    def close(self):
+        for env in self.envs:
+            env.close()
+
+
+make_envs = Envs
+
+
+# --- agent ----------------------------------------------------------------------------------------
+class RunningMoments(nn.Module):
+    """Mean and variance of all that was seen (Chan, Golub & LeVeque 1979), saved with the agent."""
+
+    def __init__(self, shape: tuple[int, ...] = ()):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def update(self, x: np.ndarray):
+        """Take in a batch [B, *shape]."""
+        for part in torch.as_tensor(x, device=self.mean.device).double().split(4096):
+            total, mean = self.count + len(part), part.mean(dim=0)
+            delta = mean - self.mean
+            squares = self.var * self.count + (part - mean).square().sum(dim=0)
+            self.var.copy_((squares + delta.square() * self.count * len(part) / total) / total)
+            self.mean += delta * len(part) / total
+            self.count.copy_(total)
+
+
+def layer_init(layer: nn.Linear, gain: float = math.sqrt(2)) -> nn.Linear:
+    """Orthogonal weights, no bias (detail 2)."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Residual(nn.Sequential):
+    """x + f(x) (He et al. 2016)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+def encoder(shape: tuple[int, int, int], kind: str) -> nn.Sequential:
+    """A network for images [B, C, H, W] of this shape (H, W, C); `kind` as --encoder."""
+    side, channels = min(shape[:2]), shape[2]
+    if kind == "auto":
+        kind = "nature" if side >= 36 else "impala" if side >= 16 else "small"
+    layers = []
+    if kind == "impala":  # Espeholt et al. 2018, without its LSTM; torch's own initial weights
+        for inputs, size in ((channels, 16), (16, 32), (32, 32)):
+            conv = [nn.Conv2d(k, size, 3, padding=1) for k in (inputs, size, size, size, size)]
+            layers += [conv[0], nn.MaxPool2d(3, stride=2, padding=1)]
+            layers += [Residual(nn.ReLU(), a, nn.ReLU(), b) for a, b in (conv[1:3], conv[3:])]
+        network, units = nn.Sequential(*layers, nn.Flatten(), nn.ReLU()), 256
+    else:  # Nature's (Mnih et al. 2015; Atari detail 8), or a small one for grids of codes
+        nature, units = ((32, 8, 4), (64, 4, 2), (64, 3, 1)), 512
+        small = ((16, 2, 1), (32, 2, 1), (64, 2, 1))
+        if kind == "small":
+            nature, units = small, 128
+        for size, kernel, stride in nature:
+            layers += [layer_init(nn.Conv2d(channels, size, kernel, stride)), nn.ReLU()]
+            channels = size
+        network = nn.Sequential(*layers, nn.Flatten())
+    try:
+        features = network(torch.zeros(1, shape[2], *shape[:2])).shape[1]
+    except RuntimeError:
+        fail(f"--encoder {kind}: an image of {shape[0]} x {shape[1]} is too small for it")
+    linear = nn.Linear(features, units)
+    return network.extend([linear if kind == "impala" else layer_init(linear), nn.ReLU()])
+
+
+class Trunk(nn.Module):
+    """The layers before the heads: a network for each image, and 64 tanh units for all vectors and
+    choices (twice, if there is no image), side by side."""
+
+    def __init__(self, shapes: list[tuple], kind: str):
+        super().__init__()
+        self.images = nn.ModuleList(encoder(shape, kind) for shape in shapes if len(shape) == 3)
+        inputs = sum(shape[0] for shape in shapes if len(shape) == 1)
+        layers = []
+        if inputs:
+            layers += [layer_init(nn.Linear(inputs, 64)), nn.Tanh()]
+        if not self.images:
+            layers += [layer_init(nn.Linear(64, 64)), nn.Tanh()]
+        self.vectors = nn.Sequential(*layers)
+        self.size = sum(image[-2].out_features for image in self.images) + 64 * (inputs > 0)
+
+    def forward(self, images: list[torch.Tensor], vectors: torch.Tensor) -> torch.Tensor:
+        """Features [B, F] of images [B, C, H, W] and of all vectors [B, D]."""
+        found = [network(image) for network, image in zip(self.images, images, strict=True)]
+        return torch.cat([*found, self.vectors(vectors)], dim=-1)  # vectors [B, 0] stay so
+
+
+class Agent(nn.Module):
+    """Policy and value function for environments with the spaces of `env`.
+
+    Observations are lists of arrays or tensors [B, ...], one for each leaf, as `Envs.obs` and
+    `observe` give them, perhaps with a mask [B, F] behind; actions are vectors [B, F] of `Actions`.
+    """
+
+    def __init__(self, env, args: Args | None = None):
+        super().__init__()
+        self.args = args or Args()
+        self.reader, self.choose = read_spaces(env, self.args)
+        shapes, number = self.reader.shapes, torch.tensor(self.choose.number)
+        self.trunk = Trunk(shapes, self.args.encoder)
+        two = self.args.separate_critic or not self.trunk.images
+        self.value_trunk = Trunk(shapes, self.args.encoder) if two else None
+        # logits of choices and means of numbers, in the order of an action
+        self.actor = layer_init(nn.Linear(self.trunk.size, len(number)), gain=0.01)
+        self.critic = layer_init(nn.Linear(self.trunk.size, 1), gain=1.0)
+        # a deviation for each number, the same in every state (continuous detail 2)
+        self.actor_logstd = nn.Parameter(torch.full((int(number.sum()),), self.args.log_std_init))
+        low, high = torch.tensor(self.choose.low), torch.tensor(self.choose.high)
+        scaled = number & (high > low) & (torch.maximum(-low, high) <= 1e6)  # or else as they are
+        self.register_buffer("number", number)
+        self.register_buffer("origin", ((low + high) / 2).where(scaled, 0.0).float())
+        self.register_buffer("unit", ((high - low) / 2).where(scaled, 1.0).float())
+        self.moments = nn.ModuleList()  # of vectors, and of images that are codes
+        for leaf, shape in zip(self.reader.leaves, shapes, strict=True):
+            known = leaf.kind in ("image", "choices")
+            self.moments.append(nn.Identity() if known else RunningMoments(shape))
+        self.return_moments = RunningMoments()
+
+    def normalize(self, obs: list) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Images [B, C, H, W], from 0 to 1 (Atari detail 9), and all vectors [B, D]. Vectors and
+        codes are standardized and clipped to +-10 (continuous details 6, 7)."""
+        images, vectors = [], []
+        for leaf, moments, x in zip(self.reader.leaves, self.moments, obs, strict=False):
+            x = x.float()
+            if leaf.kind == "image":
+                low, high = float(leaf.space.low.min()), float(leaf.space.high.max())
+                x = (x - low) / (high - low)
+            elif leaf.kind != "choices":
+                scale = (moments.var + 1e-8).rsqrt().float()
+                x = ((x - moments.mean.float()) * scale).clamp(-10.0, 10.0)
+            if x.ndim == 2:
+                vectors.append(x)
+            else:
+                x = x.permute(0, 3, 1, 2)  # in memory, channels are last
+                images.append(x if self.args.channels_last else x.contiguous())
+        return images, torch.cat(vectors, dim=-1) if vectors else x.new_zeros(len(x), 0)
+
+    def features(self, obs: list) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last hidden layers [B, F] of policy and value function."""
+        images, vectors = self.normalize(obs)
+        with torch.autocast(vectors.device.type, torch.bfloat16, enabled=self.args.bf16):
+            hidden = self.trunk(images, vectors).float()
+            two = self.value_trunk is not None
+            return hidden, self.value_trunk(images, vectors).float() if two else hidden
+
+    def policy(self, obs: list) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of all choices and means of all numbers, in their unit [B, F]; V [B]."""
+        hidden, value_hidden = self.features(obs)
+        scores = self.actor(hidden)
+        if len(obs) > len(self.reader.leaves):  # behind the leaves is the mask of valid choices
+            scores = scores.where(obs[-1], -1e8)
+        sizes = [size for size, _ in self.choose.blocks]
+        pairs = zip(scores.split(sizes, dim=-1), self.choose.blocks, strict=True)
+        parts = [part if box else part.log_softmax(dim=-1) for part, (_, box) in pairs]
+        return torch.cat(parts, dim=-1), self.critic(value_hidden).squeeze(-1)
+
+    def choose_action(self, policy: torch.Tensor, noise: torch.Tensor | None = None):
+        """The likeliest choices and the means as actions [B, F] or, given noise, samples."""
+        if noise is not None:
+            policy = policy + noise * self.logstd().exp()
+        numbers, found, start = self.origin + self.unit * policy, [], 0
+        for size, box in self.choose.blocks:
+            part = slice(start, start + size)
+            best = nn.functional.one_hot(policy[:, part].argmax(dim=-1), size)
+            found.append(numbers[:, part] if box else best)
+            start += size
+        return torch.cat(found, dim=-1).float()
+
+    def logstd(self) -> torch.Tensor:
+        """Log standard deviations [F] of the numbers, 0 for choices."""
+        return torch.zeros_like(self.unit).masked_scatter(self.number, self.actor_logstd)
+
+    def log_prob(self, policy: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        """Log-probability [B] of actions [B, F]: independent parts, whose numbers add up
+        (MultiDiscrete detail 1, continuous details 1, 3)."""
+        logscale = self.logstd() + self.unit.log()
+        z = ((action - self.origin) / self.unit - policy) * torch.exp(-self.logstd())
+        normal = -0.5 * z.square() - logscale - 0.5 * math.log(2.0 * math.pi)
+        return normal.where(self.number, action * policy).sum(dim=-1)
+
+    def box_entropy(self) -> torch.Tensor:
+        """Entropy of all numbers, the same in every state."""
+        logscale = self.logstd() + self.unit.log()
+        entropy = logscale + 0.5 * math.log(2.0 * math.pi * math.e)
+        return entropy.where(self.number, 0.0).sum()
+
+    def get_value(self, obs: list) -> torch.Tensor:
+        """V [B] at observations [B, ...]."""
+        return self.policy(obs)[1]
+
+    def get_action_and_value(self, obs: list, action: torch.Tensor | None = None):
+        """Action [B, F] (sampled unless given), its log-probability, entropy and value [B]."""
+        policy, value = self.policy(obs)
+        if action is None:
+            gumbel = -torch.empty_like(policy).exponential_().log()
+            action = self.choose_action(policy, torch.randn_like(policy).where(self.number, gumbel))
+        logprobs = policy.where(~self.number, 0.0)
+        entropy = -(logprobs.exp() * logprobs).sum(dim=-1) + self.box_entropy()
+        return action, self.log_prob(policy, action), entropy, value
+
+    forward = get_action_and_value
+
+    def noise(self, rng: np.random.Generator, *shape: int) -> torch.Tensor:
+        """Noise for `shape` actions [..., F]: Gumbel's for choices, whose argmax is a sample."""
+        size = (*shape, len(self.unit))
+        noise = np.where(self.choose.number, rng.standard_normal(size), rng.gumbel(size=size))
+        return torch.as_tensor(noise, dtype=torch.float32, device=self.unit.device)
+
+    def update_moments(self, obs: list):
+        """Take in observations [B, ...]."""
+        for moments, x in zip(self.moments, obs, strict=False):
+            if isinstance(moments, RunningMoments):
+                moments.update(x)
+
+    def observe(self, obs, before: list | None = None) -> list[np.ndarray]:
+        """What `act` needs of raw observations (an array [N, ...], or dicts and tuples of arrays).
+        With --frame-stack, `before` is what this gave for the step before."""
+        found = []
+        for i, values in enumerate(zip(*self.reader.pick(obs), strict=True)):
+            found.append(self.reader.read(values, before and [x[i] for x in before]))
+        return [np.stack(leaf) for leaf in zip(*found, strict=True)]
+
+    @torch.no_grad()
+    def act(self, obs, noise: torch.Tensor | None = None):
+        """The likeliest actions, nested as the space is, at raw observations [N, ...] or at what
+        `observe` gave; with noise [N, F], samples."""
+        obs = obs if isinstance(obs, list) else self.observe(obs)
+        policy, _ = self.policy(as_tensors(obs, self.unit.device))
+        actions = self.choose_action(policy, noise).cpu().numpy()
+        space, items = self.choose.space, [self.choose.to_space(action) for action in actions]
+        return concatenate(space, items, create_empty_array(space, len(items)))
+
+
+def as_tensors(obs: list[np.ndarray], device) -> list[torch.Tensor]:
+    """The arrays of an observation on a device."""
+    return [torch.as_tensor(x, device=device) for x in obs]
+
+
+# --- algorithm ------------------------------------------------------------------------------------
+def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float) -> np.ndarray:
+    """Generalized advantage estimate (Schulman et al. 2016, eq. 16), numpy arrays over time:
+    rewards, terminated, truncated and the result [T, ...], values [T + 1, ...]."""
+    advantages = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
+    ended = np.logical_or(terminated, truncated)
+    for t in reversed(range(len(advantages) - 1)):
+        advantages[t] += np.where(ended[t], 0.0, gamma * gae_lambda * advantages[t + 1])
+    return advantages
+
+
+class Rollout(NamedTuple):
+    obs: list[torch.Tensor]  # of each leaf [T + 1, N, ...]; bytes stay bytes, channels are last
+    actions: torch.Tensor  # [T, N, F]
+    rewards: np.ndarray  # [T, N], scaled
+    terminated: np.ndarray  # [T, N]
+    truncated: np.ndarray  # [T, N]
+    valid: np.ndarray  # [T, N], False in the row after an episode's end: there its action was
+    # ignored and the reward is none, but its observation is the episode's true last one
+
+
+class Batch(NamedTuple):
+    obs: list[torch.Tensor]  # of each leaf [B, ...]
+    actions: torch.Tensor  # [B, A]
+    logprobs: torch.Tensor  # [B], of the policy that acted
+    advantages: torch.Tensor  # [B]
+    returns: torch.Tensor  # [B]
+    values: torch.Tensor  # [B], before the update
+
+    def take(self, rows: torch.Tensor) -> "Batch":
+        """Some of the rows."""
+        return Batch([x[rows] for x in self.obs], *(x[rows] for x in self[1:]))
+
+
+def ppo_loss(agent: Agent, batch: Batch, args: Args):
+    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch, and what is logged of
+    it."""
+    _, logprob, entropy, value = agent(batch.obs, batch.actions)
+    logratio = logprob - batch.logprobs
+    ratio = logratio.exp()
+
+    advantages = batch.advantages
+    if args.norm_adv:  # per minibatch (detail 7)
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    # clipped surrogate (detail 8)
+    clipped = ratio.clamp(1.0 - args.clip_coef, 1.0 + args.clip_coef)
+    policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
+
+    error = (value - batch.returns).square()
+    if args.clip_vloss:  # value clipping (detail 9)
+        near = batch.values + (value - batch.values).clamp(-args.clip_coef, args.clip_coef)
+        error = torch.max(error, (near - batch.returns).square())
+    value_loss = 0.5 * error.mean()
+
+    # entropy bonuses encourage exploration (detail 10)
+    entropy, of_boxes = entropy.mean(), agent.box_entropy()
+    bonus = args.ent_coef * (entropy - of_boxes) + args.box_ent_coef * of_boxes
+    loss = policy_loss - bonus + args.vf_coef * value_loss
+    # debug variables (detail 12); approx_kl is Schulman's estimator k3
+    metrics = {"value_loss": value_loss, "policy_loss": policy_loss, "entropy": entropy}
+    metrics |= {"old_approx_kl": -logratio.mean(), "approx_kl": (ratio - 1.0 - logratio).mean()}
+    return loss, metrics | {"clipfrac": ((ratio - 1.0).abs() > args.clip_coef).float().mean()}
+
+
+@torch.no_grad()
+def judge(agent: Agent, data: Rollout, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [T, N] and values [T + 1, N] of a rollout by the policy that acted, `size`
+    rows at a time."""
+    actions = torch.cat([data.actions, data.actions[-1:]])
+    logprobs, values = [], []
+    for rows in torch.arange(actions[..., 0].numel(), device=actions.device).split(size):
+        obs = [x.flatten(0, 1)[rows] for x in data.obs]
+        _, logprob, _, value = agent(obs, actions.flatten(0, 1)[rows])
+        logprobs.append(logprob)
+        values.append(value)
+    return torch.cat(logprobs).view(actions.shape[:2])[:-1], torch.cat(values).view(
+        actions.shape[:2]
+    )
+
+
+def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, args: Args):
+    """One iteration of learning from a rollout; returns the metrics, averaged over minibatches."""
+    first, seen = iteration == 0, [x[:-1][torch.as_tensor(data.valid)] for x in data.obs]
+    if first:  # later observations are scaled for learning as they were for acting
+        agent.update_moments(seen)
+    logprobs, values = judge(agent, data, args.minibatch_size)
+    numbers = data.rewards, values.cpu().double().numpy(), data.terminated, data.truncated
+    advantages = gae(*numbers, args.gamma, args.gae_lambda)  # detail 5
+    advantages, values = torch.tensor(advantages).to(values), values[:-1]
+    fields = data.actions, logprobs, advantages, advantages + values, values
+    obs = [x[:-1].flatten(0, 1) for x in data.obs]
+    batch = Batch(obs, *(x.flatten(0, 1) for x in fields))  # B = T * N
+
+    rows, steps = np.flatnonzero(data.valid), []  # what is learned from; metrics of each step
+    rng = np.random.default_rng((args.seed, iteration, 1))
+    agent.adam.param_groups[0]["lr"] = learning_rate
+    for _ in range(args.update_epochs):
+        order = torch.as_tensor(rng.permutation(rows), device=values.device)
+        # every sample once an epoch, in minibatches of nearly equal size (detail 6)
+        for minibatch in order.tensor_split(args.num_minibatches):
+            loss, metrics = ppo_loss(agent, batch.take(minibatch), args)
+            agent.adam.zero_grad()
+            loss.backward()
+            # over all parameters (detail 11)
+            metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            agent.adam.step()
+            steps.append(torch.stack([*metrics.values()]).detach())
+        approx_kl = torch.stack(steps[-args.num_minibatches :])[:, [*metrics].index("approx_kl")]
+        if args.target_kl is not None and approx_kl.mean() > args.target_kl:
+            break
+    if not first:
+        agent.update_moments(seen)
+    means = torch.stack(steps).mean(dim=0).tolist()
+    unexplained = (batch.returns - batch.values)[rows].var() / batch.returns[rows].var()
+    metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
+    return metrics | {"losses/explained_variance": 1.0 - unexplained.item()}
+
+
+# --- rollout --------------------------------------------------------------------------------------
+@torch.no_grad()
+def rollout(agent: Agent, envs: Envs, run: "Run", args: Args) -> Rollout:
+    """Take `num_steps` steps in every environment, going on where the last ended (detail 1)."""
+    T, N, device = args.num_steps, args.num_envs, agent.unit.device
+    now, actions = as_tensors(envs.obs, device), []
+    obs = [x.new_empty((T + 1, *x.shape)) for x in now]
+    rewards, discounted = np.zeros((T, N)), np.zeros((T, N))
+    terminated, truncated = np.zeros((T, N), bool), np.zeros((T, N), bool)
+    valid = np.zeros((T, N), bool)
+    noise = agent.noise(np.random.default_rng((args.seed, run.iteration, 0)), T, N)
+    for t in range(T):
+        for kept, x in zip(obs, now, strict=True):
+            kept[t] = x
+        valid[t] = ~envs.over
+        actions.append(agent.choose_action(agent.policy(now)[0], noise[t]))
+        rewards[t], terminated[t], truncated[t] = envs.step(actions[t].cpu().numpy())
+        discounted[t], now = envs.discounted, as_tensors(envs.obs, device)
+        run.global_step += int(valid[t].sum())
+        for _, episodic_return, length in envs.ended:
+            run.log_episode(run.global_step, episodic_return, length)
+    for kept, x in zip(obs, now, strict=True):
+        kept[T] = x
+    if args.scale_rewards:  # over the deviation of returns, clipped (continuous details 8, 9)
+        agent.return_moments.update(discounted[valid])
+        rewards = np.clip(rewards / math.sqrt(agent.return_moments.var + 1e-8), -10.0, 10.0)
+    return Rollout(obs, torch.stack(actions), rewards, terminated, truncated, valid)
+
+
+# --- run folder, checkpoints, evaluation ----------------------------------------------------------
+class Run:
+    """A run's folder, its logs and its counters."""
+
+    def __init__(self, args: Args, checkpoint: dict):
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        self.folder = args.resume or args.run_dir or Path("runs") / name
+        if not args.resume and (self.folder / "checkpoint.pt").exists():
+            fail(f"a run is there: --resume {self.folder} goes on with it")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if args.track:
+            import wandb  # before the writer, which it follows
+
+            project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **project)
+        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
+        self.global_step, self.iteration, seconds, size = checkpoint.get("counters", (0, 0, 0.0, 0))
+        self.start = time.monotonic() - seconds
+        # what was logged after the checkpoint goes: it will be logged again
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
+        self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
+        self.csv.truncate(self.csv.seek(min(size, self.csv.tell())))
+        if self.csv.tell() == 0:
+            self.csv.write("global_step,seconds,return,length\n")
+        self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
+        self.write_json("running")
+
+    def log_episode(self, step: int, episodic_return: float, length: int):
+        self.csv.write(f"{step},{time.monotonic() - self.start:.2f},{episodic_return},{length}\n")
+        self.writer.add_scalar("charts/episodic_return", episodic_return, step)
+        self.writer.add_scalar("charts/episodic_length", length, step)
+        self.bar.write(f"global_step={step}, episodic_return={episodic_return:.4f}")
+
+    def log(self, metrics: dict[str, float]):
+        self.iteration += 1
+        self.bar.update(self.global_step - self.bar.n)
+        metrics["charts/SPS"] = int(self.global_step / (time.monotonic() - self.start))
+        for tag, value in metrics.items():
+            self.writer.add_scalar(tag, value, self.global_step)
+
+    def write_json(self, status: str) -> float | None:
+        """Write run.json; returns the mean return of the last 100 training episodes."""
+        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
+        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
+        versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
+        content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
+        content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
+        content |= {"wall_seconds": round(time.monotonic() - self.start, 2), "final_return": final}
+        (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
+        return final
+
+
+def save(run: Run, agent: Agent, envs):
+    """Everything needed to continue, whole or not at all: written aside, then renamed."""
+    run.writer.flush()
+    state = {"args": vars(run.args), "agent": agent.state_dict()}
+    state |= {"optimizer": agent.adam.state_dict(), "names": agent.reader.names()}
+    state["playing"] = envs.played()
+    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.csv.tell()
+    torch.save(state, run.folder / "checkpoint.pt.tmp")
+    (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
+
+
+def load_checkpoint(folder: Path) -> dict:
+    """What `save` wrote; runs no code, whoever wrote it."""
+    try:
+        content = torch.load(Path(folder) / "checkpoint.pt", map_location="cpu", weights_only=True)
+        args = Args(**content["args"])
+    except Exception as error:  # damage shows in many ways
+        fail(f"{folder}: no checkpoint.pt that can be read: {error!r}")
+    if not args.env_id.startswith("envpool:"):
+        args.env_id = args.env_id.split(":")[-1]  # a module runs if the command line names it
+    return content | {"args": args}
+
+
+def load(folder: Path, env=None) -> tuple[Agent, Args]:
+    """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
+    checkpoint = load_checkpoint(folder)
+    args = checkpoint["args"]
+    agent = Agent(env or make_env(args), args)
+    if checkpoint["names"] != agent.reader.names():
+        fail(f"{folder}: its agent sees {checkpoint['names']}, not {agent.reader.names()}")
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError as error:
+        fail(f"{folder}: its agent does not fit the environment: {error}")
+    return agent, args
+
+
+def evaluate(args: Args) -> list[float]:
+    """Play the run in `args.evaluate` greedily and then with drawn actions, as in training; with
+    `capture_video`, record it into its videos/. Returns the greedy returns."""
+    torch.set_num_threads(args.num_threads or torch.get_num_threads())
+    options, seed = {}, episode_seed(args.seed, 2**31)
+    if args.capture_video:
+        options = {"render_mode": "rgb_array"}
+    returns = {"greedy": [], "drawn": []}
+    for name, found in returns.items():
+        envs = make_envs(replace(args, seed=seed, num_envs=1), {}, film(args, name), **options)
+        agent, rng = load(args.evaluate, envs)[0], np.random.default_rng(seed)
+        while len(found) < args.eval_episodes:
+            with torch.no_grad():
+                policy, _ = agent.policy(as_tensors(envs.obs, "cpu"))
+            noise = agent.noise(rng, 1) if name == "drawn" else None
+            envs.step(agent.choose_action(policy, noise).numpy())
+            for _, episodic_return, _ in envs.ended:
+                episode = f"{'eval' if name == 'greedy' else name}_episode={len(found)}"
+                print(f"{episode}, episodic_return={episodic_return:.2f}", flush=True)
+                found.append(episodic_return)
+        envs.close()
+        print(f"{name}, {len(found)} episodes: {np.mean(found):.2f} +- {np.std(found):.2f}")
+    return returns["greedy"]
+
+
+def film(args: Args, name: str):
+    """What records an environment into the videos of the run that is evaluated, if asked."""
+
+    def wrap(env: gym.Env) -> gym.Env:
+        if not args.capture_video:
+            return env
+        videos, how = str(args.evaluate / "videos"), {"name_prefix": name, "disable_logger": True}
+        return gym.wrappers.RecordVideo(env, videos, lambda _: True, **how)
+
+    return wrap
+
+
+# --- training -------------------------------------------------------------------------------------
+def compile_features(agent: Agent):
+    """Compile the layers before the heads, for acting and for learning, if a compiler works."""
+    try:
+        torch.compile(lambda x: x + 1)(agent.actor.bias)
+    except Exception as error:  # whatever a missing or broken compiler raises
+        print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
+        return
+    agent.features = torch.compile(agent.features, fullgraph=True)
+
+
+def describe(agent: Agent, envs: Envs, args: Args) -> list[str]:
+    """What is seen and done, and the memory that a rollout takes; exit code 2 if there is too little."""
+    seen = [
+        f"{name} {shape}"
+        for name, shape in zip(agent.reader.names(), agent.reader.shapes, strict=True)
+    ]
+    size = (args.num_steps + 1) * sum(x.nbytes for x in envs.obs)
+    weights = sum(x.numel() for x in agent.parameters())
+    if hasattr(os, "sysconf") and size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        fail(
+            f"a rollout takes {size / 1e9:.1f} GB, more than there is: --resize, --num-envs, --num-steps"
+        )
+    lines = [f"sees {', '.join(seen)}", f"{weights:,} weights, a rollout of {size / 1e6:.1f} MB"]
+    if agent.reader.dropped:
+        lines.insert(1, f"not learned from: {', '.join(agent.reader.dropped)}")
+    return lines
+
+
+def train(args: Args) -> Path:
+    """Train, or go on training; returns the run's folder."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(args.num_threads or cores)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    checkpoint = load_checkpoint(args.resume) if args.resume else {}
+    envs = make_envs(args, checkpoint)
+    torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
+    agent = (load(args.resume, envs)[0] if args.resume else Agent(envs, args)).to(device)
+    agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # (detail 3)
+    if args.resume:
+        agent.adam.load_state_dict(checkpoint["optimizer"])
+    if args.compile:
+        compile_features(agent)
+    run = Run(args, checkpoint)
+    run.bar.write(f"{args.env_id} on {device}, {args.num_iterations} iterations, in {run.folder}")
+    for line in describe(agent, envs, args):
+        run.bar.write(line)
+    stop, status = [], "failed"
+
+    def handler(number, frame):  # ends training after this iteration; the next signal acts at once
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        os.write(2, b"\nstopping after this iteration\n")
+
+    signals = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)}
+    before = {number: signal.signal(number, handler) for number in signals}
+    try:
+        save(run, agent, envs)
+        while run.iteration < args.num_iterations and not stop:
+            remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
+            learning_rate = remaining * args.learning_rate  # annealed (detail 4)
+            data = rollout(agent, envs, run, args)
+            metrics = update(agent, data, run.iteration, learning_rate, args)
+            for name, x in ({"rewards": data.rewards} | metrics | agent.state_dict()).items():
+                if not torch.as_tensor(x).isfinite().all():
+                    raise FloatingPointError(f"iteration {run.iteration}: {name} is not finite")
+            run.log(metrics | {"charts/learning_rate": learning_rate})
+            if run.iteration % args.checkpoint_interval == 0:
+                save(run, agent, envs)
+        save(run, agent, envs)
+        status = "running" if run.iteration < args.num_iterations else "finished"
+    finally:
+        envs.close()
+        for log in (run.bar, run.writer, run.csv):
+            log.close()
+        final = run.write_json(status)
+        for number, old in before.items():
+            signal.signal(number, old)
+    script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
+    if ":" in args.env_id and not args.env_id.startswith("envpool:"):
+        folder += f" --env-id {args.env_id}"  # it must be given again
+    if status == "running":
+        print(f"go on with: {script} --resume {folder}")
+        raise SystemExit(128 + stop[0])
+    print(f"return {final} over the last 100 episodes; play: {script} --evaluate {folder}")
+    if args.save_model:
+        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
+    if args.capture_video:
+        evaluate(replace(run.args, evaluate=run.folder))
+    return run.folder
+
+
+if __name__ == "__main__":
+    args = parse_args()
+    evaluate(args) if args.evaluate else train(args)
