@@ -17,26 +17,35 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
 
     python ppo_pixels.py --env-id CarRacing-v3       # --resume runs/RUN goes on
     python ppo_pixels.py --env-id minigrid:MiniGrid-DoorKey-5x5-v0 --total-timesteps 100000
-    python ppo_pixels.py --env-id envpool:CarRacing-v3 --grayscale --resize 64 64 --frame-stack 2
+    python ppo_pixels.py --env-id envpool:CarRacing-v3 --grayscale --resize 64x64 --frame-stack 2
     python ppo_pixels.py --evaluate runs/RUN         # plays greedily, and with drawn actions
 
 Every image has a network of its own (Nature's from 36 pixels on, IMPALA's below, a small one below
 16), all vectors and choices share one layer. Left out on purpose: memory (ppo_lstm.py).
 """
 
+import atexit
+import contextlib
 import difflib
-import functools
+import fcntl
 import importlib.util
+import itertools
 import json
 import math
+import multiprocessing
 import os
+import re
 import shlex
 import signal
 import sys
+import threading
 import time
+import traceback
+import zipfile
+from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple, get_args, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -69,18 +78,21 @@ class Args:
     eval_episodes: int = 10  # episodes of an evaluation, greedy and drawn
     checkpoint_interval: int = 20  # iterations between checkpoints
 
-    # Algorithm
+    # Environments
     env_id: str = "CarRacing-v3"  # a gymnasium id, module:Id, or envpool:Id
-    env_kwargs: str = "{}"  # arguments for gym.make as JSON: '{"continuous": false}'
+    env_kwargs: str = "{}"  # its arguments as a JSON object: '{"continuous": false}'
+    env_workers: int = 0  # processes that step the environments; 0: this one
+    num_envs: int = 8  # environments played side by side
     frame_stack: int = 0  # images seen at once, the newest last; 0: 4 for ALE/..., or else 1
-    resize: tuple[int, int] | None = None  # image's height and width; default: no side above 96
+    resize: str = ""  # height and width of images, as 60x80; default: the shorter is 96 at most
     grayscale: bool = False  # grey instead of red, green and blue
     action_repeat: int = 0  # steps an action is held; 0: 4 for ALE/..., or else 1
-    encoder: Literal["auto", "nature", "impala", "small"] = "auto"  # images' network; auto: by size
+
+    # Algorithm
+    encoder: str = "auto"  # network of images: nature, impala, small; auto: by size
     separate_critic: bool = False  # a second network for the value; vectors alone always have two
     total_timesteps: int = 1_000_000  # steps in all environments, rounded down to iterations
     learning_rate: float = 5e-4  # Adam's, in the first iteration
-    num_envs: int = 8  # environments played side by side
     num_steps: int = 128  # steps in each environment per iteration
     anneal_lr: bool = True  # lower the learning rate linearly
     gamma: float = 0.99  # discount factor
@@ -107,21 +119,42 @@ class Args:
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
-        low = {"seed": 0, "num_threads": 0, "frame_stack": 0, "action_repeat": 0}
+        if self.env_id.rpartition(":")[2].startswith("ALE/"):  # (Atari details 2, 5, 7)
+            self.action_repeat = self.action_repeat or 4
+            self.frame_stack = self.frame_stack or 4
+            self.resize = self.resize or "84x84"
+        low = {"seed": 0, "num_threads": 0, "env_workers": 0, "frame_stack": 0, "action_repeat": 0}
         low |= {"log_std_init": -9, "minibatch_size": 2}
-        high = {"gamma": 1, "gae_lambda": 1, "log_std_init": 9}
-        for name, value in vars(self).items():
-            least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
-            if type(value) in (int, float) and not least <= value <= most:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
-        if self.resize and min(self.resize) < 4:
-            raise ValueError(f"--resize {self.resize}: images of at least 4 x 4 wanted")
-        if self.resume and (self.run_dir or self.evaluate):
-            raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
+        high = {"gamma": 1, "gae_lambda": 1, "log_std_init": 9, "env_workers": self.num_envs}
+        check(self, low, high)
+        if self.resize and not re.fullmatch(r"\d+x\d+", self.resize):
+            raise ValueError(f"--resize {self.resize}: height and width are wanted, as 60x80")
+        if self.encoder not in ("auto", "nature", "impala", "small"):
+            raise ValueError(f"--encoder {self.encoder}: auto, nature, impala or small")
+
+
+def check(args, low: dict, high: dict):
+    """ValueError for a value of another type than its field's, for a number out of bounds (by
+    default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
+    for name, hint in get_type_hints(type(args)).items():
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        kinds = get_args(hint) or (hint,)
+        if not isinstance(value, kinds) and not (float in kinds and isinstance(value, int)):
+            raise ValueError(f"{flag} {value!r}: not of type {hint}")
+        if type(value) in (int, float):
+            least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
+            if not least <= value <= most:
+                raise ValueError(f"{flag} {value}: not in {least} ... {most}")
+    if not args.exp_name or not isinstance(json.loads(args.env_kwargs), dict):
+        raise ValueError("--exp-name wants a name, --env-kwargs a JSON object")
+    if args.resume and (args.run_dir or args.evaluate):
+        raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
     def given(resume: Path | None = None, evaluate: Path | None = None):
         return resume or evaluate
@@ -131,9 +164,12 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
     if args.resume and args.num_envs != saved.num_envs:
         fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
-    for package in ["moviepy"] * args.capture_video + ["wandb"] * args.track:
-        if importlib.util.find_spec(package) is None:
+    needed = {"wandb": args.track, "moviepy": args.capture_video}
+    for package, wanted in needed.items():
+        if wanted and importlib.util.find_spec(package) is None:
             fail(f"{package} is not installed: pip install {package}")
+    if args.capture_video:
+        drawn_env(args).close()  # what is missing is better known before training
     return args
 
 
@@ -174,31 +210,29 @@ class Leaf(NamedTuple):
 
 
 def find_leaf(path: tuple, space: gym.Space, args: Args) -> Leaf | None:
-    """How a part of an observation is read. A Box is an image if it has bytes of 2 axes, or any
-    numbers of 3 or 4. Of 3 the smallest one is the channels; the first of 4 is a stack of them."""
+    """How a part of an observation is read, if it can be. Bytes of 2 axes are an image, and any
+    numbers of 3 or 4. Of 3 the smallest axis is the channels; the first of 4 is a stack of them."""
     if isinstance(space, CHOICES):
         return Leaf(path, space, "choices")
     if not isinstance(space, gym.spaces.Box) or 0 in space.shape:
-        return None  # text, graphs, sequences
-    *stack, rows, columns = space.shape if len(space.shape) > 1 else (0, 0)
-    channels = ()
-    if stack:
-        *stack, first, rows, columns = space.shape
-        smallest = min(first, rows, columns)
-        channels = (*range(len(stack)), len(stack) if first == smallest else len(stack) + 2)
-        tie = rows == smallest or first == columns
-        rows, columns = (n for axis, n in enumerate(space.shape) if axis not in channels)
-    flat = space.dtype != np.uint8 and len(space.shape) == 2
-    if len(space.shape) > 4 or min(rows, columns) < 7 or flat:
+        return None  # a text, a graph, a sequence
+    axes, channels = len(space.shape), ()
+    if axes in (3, 4):
+        first = space.shape[-3] == min(space.shape[-3:])
+        channels = (*range(axes - 3), axes - 3 if first else axes - 1)
+    sides = [size for axis, size in enumerate(space.shape) if axis not in channels]
+    if len(sides) != 2 or min(sides) < 7 or (not channels and space.dtype != np.uint8):
         return Leaf(path, space, "vector")
-    if channels and tie:
-        raise ValueError(f"{space}: which axis of this image is the channels can't be told")
-    smaller = math.ceil(min(rows, columns) / 96)
-    size = tuple(args.resize or (rows // smaller, columns // smaller))
+    if channels and space.shape[channels[-1]] >= min(sides):
+        raise ValueError(f"{space}: which axis of the image is its channels can't be told")
+    shrink = math.ceil(min(sides) / 96)
+    size = [side // shrink for side in sides]
+    if args.resize:
+        size = [int(side) for side in args.resize.split("x")]
     kind = "codes" if min(size) < 16 else "image"
     if kind == "image" and max(-space.low.min(), space.high.max()) > 1e6:
         raise ValueError(f"{space}: an image without bounds; give its Box a low and a high")
-    return Leaf(path, space, kind, channels, None if size == (rows, columns) else size)
+    return Leaf(path, space, kind, channels, None if size == sides else size)
 
 
 class Reader:
@@ -218,7 +252,8 @@ class Reader:
     def names(self) -> list[str]:
         """What is seen, as it is saved with the agent."""
         names = [".".join(map(str, leaf.path)) for leaf in self.leaves]
-        return [f"{name} {leaf.kind}" for name, leaf in zip(names, self.leaves, strict=True)]
+        pairs = zip(names, self.leaves, strict=True)
+        return [f"{name} {leaf.kind}".strip() for name, leaf in pairs]
 
     def pick(self, obs) -> list[np.ndarray]:
         """The leaves of an observation, or of several: an array, or dicts and tuples of arrays."""
@@ -226,21 +261,15 @@ class Reader:
 
     def read(self, values: list, before: list | None = None) -> list[np.ndarray]:
         """Leaves of one observation as images [H, W, C] or vectors [D]. With --frame-stack, behind
-        those of the step `before`; where an episode begins, the same image again and again."""
+        those of the step `before`; where an episode begins, behind copies of itself."""
         found = []
         for k, (leaf, x) in enumerate(zip(self.leaves, values, strict=True)):
             if leaf.kind in ("vector", "choices"):
                 found.append(gym.spaces.flatten(leaf.space, x).astype(np.float32))
                 continue
             x = self.image(leaf, x)
-            if self.args.frame_stack > 1:
-                stack = (
-                    before[k][..., x.shape[-1] :]
-                    if before
-                    else np.tile(x, self.args.frame_stack - 1)
-                )
-                x = np.concatenate([stack, x], axis=-1)
-            found.append(x)
+            frames = before[k] if before else np.tile(x, max(self.args.frame_stack, 1))
+            found.append(np.concatenate([frames[..., x.shape[-1] :], x], axis=-1))
         return found
 
     def image(self, leaf: Leaf, x: np.ndarray) -> np.ndarray:
@@ -275,26 +304,24 @@ class Actions:
 
     def __init__(self, space: gym.Space):
         self.space = without_binaries(space)
-        self.blocks = []  # (size, the Box or None) of each choice and of each Box
+        self.blocks = []  # (size, whether it is a Box) of each choice and of each Box
+        number, whole, low, high = [], [], [], []
         for _, part in parts(self.space):
-            if isinstance(part, gym.spaces.Box):
-                self.blocks.append((part.low.size, part))
-            elif isinstance(part, CHOICES):
-                sizes = np.ravel(part.nvec if part.shape else part.n).tolist()
-                self.blocks += [(size, None) for size in sizes]
-            else:
+            box = isinstance(part, gym.spaces.Box)
+            if not box and not isinstance(part, CHOICES):
                 raise ValueError(f"{part}: no actions that can be learned")
-        if not sum(size for size, _ in self.blocks):
+            choices = [] if box else np.ravel(part.nvec if part.shape else part.n).tolist()
+            size = part.low.size if box else sum(choices)
+            self.blocks += [(size, True)] if box else [(n, False) for n in choices]
+            number.append(np.full(size, box))
+            whole.append(np.full(size, part.dtype.kind in "iu"))
+            low.append(part.low.ravel() if box else np.zeros(size))
+            high.append(part.high.ravel() if box else np.ones(size))
+        if not any(size for size, _ in self.blocks):
             raise ValueError(f"{space}: nothing to do")
-        number = [np.full(size, box is not None) for size, box in self.blocks]
-        self.number = np.concatenate(number)  # [F], whether it is one of a Box
-        self.low, self.high = np.zeros(len(self.number)), np.ones(len(self.number))
-        boxes = [box for _, box in self.blocks if box]
-        self.low[self.number] = np.concatenate([[], *(box.low.ravel() for box in boxes)])
-        self.high[self.number] = np.concatenate([[], *(box.high.ravel() for box in boxes)])
-        whole = [np.full(box.low.size, box.dtype.kind in "iu") for box in boxes]
-        self.whole = np.zeros(len(self.number), bool)  # [F], whether it is rounded
-        self.whole[self.number] = np.concatenate([np.zeros(0, bool), *whole])
+        self.number = np.concatenate(number)  # [F], whether it belongs to a Box
+        self.whole = np.concatenate(whole)  # [F], whether it is rounded
+        self.low, self.high = np.concatenate(low), np.concatenate(high)  # [F]
 
     def to_space(self, action: np.ndarray):
         """An action [F] as the space has it; numbers are clipped (continuous detail 5)."""
@@ -306,99 +333,77 @@ class Actions:
         if not isinstance(tree, np.ndarray):
             choices = [path for path, part in parts(self.space) if isinstance(part, CHOICES)]
             tree = np.hstack([np.hstack(pick(tree, path)) for path in choices])
-        mask = np.ones(len(self.number), bool)
         if tree.size != np.sum(~self.number):
             fail(f"action_mask has {tree.size} entries, the choices {np.sum(~self.number)}")
+        mask = np.ones(len(self.number), bool)
         mask[~self.number] = tree.ravel() > 0
-        blocks = np.split(mask, np.cumsum([size for size, _ in self.blocks])[:-1])
-        if not all(block.any() for block in blocks):
+        ends = np.cumsum([size for size, _ in self.blocks])
+        if not all(block.any() for block in np.split(mask, ends[:-1])):
             raise ValueError(f"action_mask {tree} leaves nothing to choose")
         return mask
 
 
-def read_spaces(env, args: Args) -> tuple[Reader, Actions]:
-    """What reads and acts in the spaces of `env`; one clear line if they can't be learned from."""
+def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
+    """One clear line if the spaces are none that this script learns with."""
     try:
-        return Reader(env.observation_space, args), Actions(env.action_space)
+        Reader(space, Args()), Actions(actions)
     except ValueError as error:
-        fail(f"--env-id {args.env_id}: {error}")
+        fail(f"--env-id {env_id}: {error}")
 
 
-def make_env(args: Args, **options) -> gym.Env:
+def make_env(env_id: str, **options) -> gym.Env:
     """An environment of gymnasium or EnvPool; one clear line if there is no such thing."""
     gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
-    atari = args.env_id.split(":")[-1].startswith("ALE/")
-    if atari:  # each frame, grey (Atari detail 5), is seen here
-        options |= {"frameskip": 1, "obs_type": "grayscale"}
-    options |= json.loads(args.env_kwargs)
-    module = {"ALE": "ale_py:", "dm_control": "shimmy:"}.get(args.env_id.split("/")[0], "")
+    module = {"ALE": "ale_py:", "dm_control": "shimmy:"}.get(env_id.split("/")[0], "")
+    if env_id.rpartition(":")[2].startswith(
+        "ALE/"
+    ):  # of grey images (Atari detail 5), `play` skips
+        options = {"frameskip": 1, "obs_type": "grayscale"} | options
     try:
-        if args.env_id.startswith("envpool:"):
-            env = PoolEnv(args.env_id.removeprefix("envpool:"), **options)
+        if env_id.startswith("envpool:"):
+            env = PoolEnv(env_id.removeprefix("envpool:"), options)
         else:
-            env = gym.make(f"{module}{args.env_id}", disable_env_checker=True, **options)
-    except (gym.error.Error, ImportError, NotImplementedError) as error:
-        fail(f"--env-id {args.env_id}: {error} (your own: module:Id; EnvPool's: envpool:Id)")
-    return Repeat(env, args.action_repeat, atari) if args.action_repeat > 1 else env
+            env = gym.make(f"{module}{env_id}", **{"disable_env_checker": True} | options)
+        check_spaces(env_id, env.observation_space, env.action_space)
+    except Exception as error:  # whatever gymnasium or the environment's own code raises
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        hint = f"raised in {place.filename}, line {place.lineno}; your own: module:Id; "
+        fail(f"--env-id {env_id}: {error!r}, {hint}its arguments: --env-kwargs")
+    return env
 
 
 class PoolEnv(gym.Env):
-    """One environment of EnvPool. It takes a seed once: later episodes follow from the first."""
+    """An environment of EnvPool. It takes its seed when it is made, so each episode has a new one;
+    rewards are float32."""
 
-    def __init__(self, name: str, **options):
-        import envpool
-
-        ids = envpool.list_all_envs()
-        if name not in ids:
-            near = ", ".join(difflib.get_close_matches(name, ids)) or "none like it"
-            raise gym.error.NameNotFound(f"EnvPool has no {name}, but {near}")
-        self.make = functools.partial(
-            envpool.make, name, env_type="gymnasium", num_envs=1, **options
-        )
-        self.pool = self.make()
+    def __init__(self, name: str, options: dict):
+        try:
+            import envpool
+        except ImportError as error:
+            fail(f"--env-id envpool:{name}: {error}: pip install envpool")
+        known = envpool.list_all_envs()
+        if name not in known:
+            near = ", ".join(difflib.get_close_matches(name, known))
+            fail(f"--env-id envpool:{name}: EnvPool has no such environment; near: {near}")
+        self.make = lambda seed: envpool.make_gymnasium(name, num_envs=1, seed=seed, **options)
+        self.pool = self.make(0)
         self.observation_space = self.pool.observation_space
         self.action_space = self.pool.action_space
-        self.seeded = False
 
-    def reset(self, seed: int | None = None, options=None):
-        if not self.seeded:
-            self.pool = self.make(seed=seed % 2**31)
-            self.seeded = True
-        return self.first(self.pool.reset()[0]), {}
+    def reset(self, seed: int = 0, options: dict | None = None):
+        self.pool = self.make(seed % 2**31)
+        return self.only(self.pool.reset()[0]), {}
 
     def step(self, action):
         obs, reward, terminated, truncated, _ = self.pool.step(np.asarray(action)[None])
-        return self.first(obs), reward[0], terminated[0], truncated[0], {}
+        return self.only(obs), reward[0], terminated[0], truncated[0], {}
 
-    def first(self, obs):
-        """The only one of a batch of observations, nested as they are."""
-        if isinstance(obs, dict):
-            return {key: self.first(x) for key, x in obs.items()}
-        return obs[0]
+    def only(self, obs):
+        """The one observation of a batch."""
+        return {key: x[0] for key, x in obs.items()} if isinstance(obs, dict) else obs[0]
 
     def close(self):
         self.pool.close()
-
-
-class Repeat(gym.Wrapper):
-    """Holds an action for some steps. Atari shows the brighter of the last two images, since some
-    things are drawn in every second one only (Atari detail 2)."""
-
-    def __init__(self, env: gym.Env, steps: int, atari: bool):
-        super().__init__(env)
-        self.steps, self.atari = steps, atari
-
-    def step(self, action):
-        total, obs = 0.0, None
-        for _ in range(self.steps):
-            before = obs
-            obs, reward, terminated, truncated, info = self.env.step(action)
-            total += reward
-            if terminated or truncated:
-                break
-        if self.atari and before is not None:
-            obs = np.maximum(before, obs)
-        return obs, total, terminated, truncated, info
 
 
 def episode_seed(*key: int) -> int:
@@ -406,89 +411,190 @@ def episode_seed(*key: int) -> int:
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
-class Episodes(gym.Wrapper):
-    """Seeds every episode, and keeps the actions of the running one to play it again on resuming.
+class Envs:
+    """N environments in this process, stepped one after the other. Every episode has its own seed;
+    the actions of the running ones are kept, to play them again on resuming.
+
     Autoreset is "next step": the step that ends an episode returns its true last observation; the
-    next one ignores its action and returns a new episode's first observation with reward 0."""
+    next one ignores its action and returns a new episode's first observation with reward 0.
+    """
 
-    def __init__(self, env: gym.Env, args: Args, index: int):
-        super().__init__(env)
-        self.args, self.index, self.episode = args, index, -1
-        self.reader, self.choose = read_spaces(env, args)
+    def __init__(self, envs: list[gym.Env], args: Args, numbers=(0,), played=None):
+        self.envs, self.args, self.numbers = envs, args, list(numbers)
+        self.observation_space = envs[0].observation_space
+        self.action_space = envs[0].action_space
+        self.reader, self.translate = (
+            Reader(self.observation_space, args),
+            Actions(self.action_space),
+        )
+        self.episodes = [-1] * len(envs)  # how many each environment has ended
+        self.actions = [[] for _ in envs]  # of the running episodes
+        self.rewards = [[] for _ in envs]
+        self.over = np.zeros(len(envs), bool)  # [N], the last step ended an episode
+        self.discounted = np.zeros(len(envs))  # [N], the return so far, seen from now
+        self.ended = []  # (environment, return, length) of each episode that the last step ended
+        for i, (episode, _) in enumerate(played or ()):
+            self.episodes[i] = episode - 1
+        first = [self.reset(i) for i in range(len(envs))]
+        self.obs = [np.stack(leaf) for leaf in zip(*first, strict=True)]  # of each leaf [N, ...]
+        for i, (_, actions) in enumerate(played or ()):
+            for action in actions:
+                self.play(i, action)
 
-    def reset(self, **kwargs):
-        self.episode, self.over, self.actions, self.rewards = self.episode + 1, False, [], []
-        self.discounted = 0.0
-        obs, info = self.env.reset(seed=episode_seed(self.args.seed, self.index, self.episode))
-        self.obs = self.look(obs, info)
-        return self.obs, info
+    def reset(self, i: int) -> list[np.ndarray]:
+        """Begin the next episode of an environment; its first observation, an array a leaf."""
+        self.episodes[i] += 1
+        self.actions[i], self.rewards[i] = [], []
+        self.over[i], self.discounted[i] = False, 0.0
+        seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
+        return self.look(*self.envs[i].reset(seed=seed))
 
     def look(self, obs, info: dict, before: list | None = None) -> list[np.ndarray]:
-        """An observation as `Reader.read` gives it and, if there is one, its mask of actions [F]."""
+        """An observation, an array a leaf; behind them its mask of valid choices [F], if any."""
         mask = info.get("action_mask", info.get("legal_action_mask"))
         if isinstance(obs, dict):
             mask = obs.get("action_mask", mask)
         found = self.reader.read(self.reader.pick(obs), before)
         if mask is not None and self.args.action_masks:
-            found.append(self.choose.mask(mask))
+            found.append(self.translate.mask(mask))
         return found
 
-    def step(self, action: np.ndarray):
-        """Take an action [F], as `Actions` has it."""
-        if self.over:
-            return self.reset()[0], 0.0, False, False, {}
-        choice = self.choose.to_space(action)
-        obs, reward, terminated, truncated, info = self.env.step(choice)
-        self.obs, reward = self.look(obs, info, self.obs), np.asarray(reward).item()
-        self.actions.append(action)
-        self.rewards.append(reward)
-        self.discounted = self.args.gamma * self.discounted + reward  # return so far, seen from now
-        self.over = bool(terminated or truncated)
-        return self.obs, reward, terminated, truncated, info
+    def show(self, i: int, leaves: list[np.ndarray]):
+        """Put the observation of an environment among those of all."""
+        for all_of, one in zip(self.obs, leaves, strict=True):
+            all_of[i] = one
 
-
-class Envs:
-    """N environments in this process, stepped one after the other."""
-
-    def __init__(self, args: Args, checkpoint: dict, wrap=lambda env: env, **options):
-        envs = [wrap(make_env(args, **options)) for _ in range(args.num_envs)]
-        self.envs = [Episodes(env, args, i) for i, env in enumerate(envs)]
-        self.observation_space = envs[0].observation_space  # of one environment
-        self.action_space = envs[0].action_space
-        playing = checkpoint.get("playing", [(0, ())] * args.num_envs)
-        for env, (episode, actions) in zip(self.envs, playing, strict=True):
-            env.episode = episode - 1
-            env.reset()
-            for action in actions:  # on resuming, the running episodes are played again
-                env.step(action.numpy())
-        self.look()
-
-    def look(self):
-        self.obs = [np.stack(leaf) for leaf in zip(*(env.obs for env in self.envs), strict=True)]
-        self.over = np.array([env.over for env in self.envs])
-        self.discounted = np.array([env.discounted for env in self.envs])
+    def play(self, i: int, action: np.ndarray):
+        """One step of an environment, with action [F], held for `action_repeat` of its own steps:
+        reward, terminated, truncated."""
+        given, total, frame = self.translate.to_space(action), 0.0, None
+        for _ in range(max(self.args.action_repeat, 1)):
+            before = frame
+            frame, reward, terminated, truncated, info = self.envs[i].step(given)
+            try:
+                total += np.asarray(reward).item()
+                self.over[i] = terminated or truncated
+            except ValueError:  # several numbers
+                what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
+                raise ValueError(f"{self.args.env_id}: {what}: one of each is wanted") from None
+            if self.over[i]:
+                break
+        if before is not None and self.args.env_id.startswith("ALE/"):
+            frame = np.maximum(before, frame)  # some things are drawn on every other frame
+        self.show(i, self.look(frame, info, [x[i] for x in self.obs]))
+        self.actions[i].append(action)
+        self.rewards[i].append(total)
+        self.discounted[i] = self.args.gamma * self.discounted[i] + total
+        return total, terminated, truncated
 
     def step(self, actions: np.ndarray):
         """Take actions [N, F]: rewards, terminated, truncated [N]."""
-        steps = [env.step(action) for env, action in zip(self.envs, actions, strict=True)]
-        self.look()
-        self.ended = []  # (environment, return, length)
-        for i in np.flatnonzero(self.over):
-            rewards = self.envs[i].rewards
-            self.ended.append((i, math.fsum(rewards), len(rewards)))
-        _, rewards, terminated, truncated, _ = zip(*steps, strict=True)
-        return np.array(rewards), np.array(terminated), np.array(truncated)
+        rewards = np.zeros(len(actions))
+        terminated = np.zeros(len(actions), bool)
+        truncated = np.zeros(len(actions), bool)
+        self.ended = []
+        for i, action in enumerate(actions):
+            if self.over[i]:
+                self.show(i, self.reset(i))
+                continue
+            rewards[i], terminated[i], truncated[i] = self.play(i, action)
+            if self.over[i]:
+                self.ended.append((i, math.fsum(self.rewards[i]), len(self.rewards[i])))
+        return rewards, terminated, truncated
 
-    def played(self) -> list[tuple[int, torch.Tensor]]:
-        """Of each environment the running episode's number, and its actions so far [steps, F]."""
-        return [(env.episode, torch.tensor(np.array(env.actions))) for env in self.envs]
+    def played(self) -> list[tuple[int, np.ndarray]]:
+        """What plays the running episodes again: their numbers and actions so far, [t, F]."""
+        return [(n, np.array(x)) for n, x in zip(self.episodes, self.actions, strict=True)]
 
     def close(self):
         for env in self.envs:
             env.close()
 
 
-make_envs = Envs
+def work(pipe, args: Args, numbers: list[int], played: list | None):
+    """A worker process: some of the environments, stepped as its pipe tells, until that ends."""
+    for number in SIGNALS:  # the run decides when to stop
+        signal.signal(number, signal.SIG_IGN)
+    if 0 not in numbers:  # one worker prints what all would
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    try:
+        with contextlib.closing(own_envs(args, numbers, played)) as envs:
+            result = envs.observation_space, envs.action_space
+            while True:
+                pipe.send((envs.obs, envs.over, envs.discounted, envs.ended, result))
+                method, *given = pipe.recv()
+                result = getattr(envs, method)(*given)
+    except BaseException as error:
+        exits = isinstance(error, SystemExit)
+        with contextlib.suppress(OSError):  # the run may be over
+            pipe.send(error if exits else RuntimeError(traceback.format_exc()))
+
+
+class WorkerEnvs:
+    """The same in processes, each with its share of the environments; the same bits."""
+
+    def __init__(self, args: Args, played: list | None):
+        self.workers = []
+        atexit.register(self.close)  # else the interpreter would wait for them
+        context = multiprocessing.get_context("spawn")
+        for numbers in np.array_split(range(args.num_envs), args.env_workers):
+            ours, theirs = context.Pipe()
+            share = [played[i] for i in numbers] if played else None
+            process = context.Process(target=work, args=(theirs, args, numbers.tolist(), share))
+            process.start()
+            theirs.close()
+            self.workers.append((process, ours, slice(numbers[0], numbers[-1] + 1)))
+        self.observation_space, self.action_space = self.receive()[0]
+
+    def receive(self) -> list:
+        """What each worker answers; their states are joined to this one's."""
+        replies = []
+        for process, pipe, _ in self.workers:
+            try:
+                replies.append(pipe.recv())
+            except (EOFError, ConnectionResetError):
+                process.join(1)
+                why = f"a process of --env-workers was killed (exit code {process.exitcode})"
+                raise RuntimeError(f"{why}: not enough memory?") from None
+            if isinstance(replies[-1], BaseException):
+                raise replies[-1]
+        obs, over, discounted, ended, results = zip(*replies, strict=True)
+        self.obs = [np.concatenate(leaf) for leaf in zip(*obs, strict=True)]
+        self.over = np.concatenate(over)
+        self.discounted, self.ended = np.concatenate(discounted), [*itertools.chain(*ended)]
+        return results
+
+    def step(self, actions: np.ndarray):
+        """Take actions [N, F]: rewards, terminated, truncated [N]."""
+        for _, pipe, share in self.workers:
+            pipe.send(("step", actions[share]))
+        return [np.concatenate(parts) for parts in zip(*self.receive(), strict=True)]
+
+    def played(self) -> list[tuple[int, np.ndarray]]:
+        """What plays the running episodes again: their numbers and actions so far, [t, F]."""
+        for _, pipe, _ in self.workers:
+            pipe.send(("played",))
+        return [*itertools.chain(*self.receive())]
+
+    def close(self):
+        for process, pipe, _ in self.workers:
+            pipe.close()
+            process.join(5)
+            process.kill()  # if an environment does not end
+        self.workers = []
+
+
+def own_envs(args: Args, numbers, played: list | None) -> Envs:
+    options = json.loads(args.env_kwargs)
+    return Envs([make_env(args.env_id, **options) for _ in numbers], args, numbers, played)
+
+
+def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
+    """Environments of the kind that the arguments name, as the checkpoint left them."""
+    played = checkpoint["played"] if checkpoint else None
+    if args.env_workers and num_envs > 1:
+        return WorkerEnvs(args, played)
+    return own_envs(args, range(num_envs), played)
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -503,7 +609,8 @@ class RunningMoments(nn.Module):
 
     def update(self, x: np.ndarray):
         """Take in a batch [B, *shape]."""
-        for part in torch.as_tensor(x, device=self.mean.device).double().split(4096):
+        for start in range(0, len(x), 4096):
+            part = torch.as_tensor(x[start : start + 4096], device=self.mean.device).double()
             total, mean = self.count + len(part), part.mean(dim=0)
             delta = mean - self.mean
             squares = self.var * self.count + (part - mean).square().sum(dim=0)
@@ -587,8 +694,9 @@ class Agent(nn.Module):
     def __init__(self, env, args: Args | None = None):
         super().__init__()
         self.args = args or Args()
-        self.reader, self.choose = read_spaces(env, self.args)
-        shapes, number = self.reader.shapes, torch.tensor(self.choose.number)
+        self.reader = Reader(env.observation_space, self.args)
+        self.translate = Actions(env.action_space)
+        shapes, number = self.reader.shapes, torch.tensor(self.translate.number)
         self.trunk = Trunk(shapes, self.args.encoder)
         two = self.args.separate_critic or not self.trunk.images
         self.value_trunk = Trunk(shapes, self.args.encoder) if two else None
@@ -597,7 +705,7 @@ class Agent(nn.Module):
         self.critic = layer_init(nn.Linear(self.trunk.size, 1), gain=1.0)
         # a deviation for each number, the same in every state (continuous detail 2)
         self.actor_logstd = nn.Parameter(torch.full((int(number.sum()),), self.args.log_std_init))
-        low, high = torch.tensor(self.choose.low), torch.tensor(self.choose.high)
+        low, high = torch.tensor(self.translate.low), torch.tensor(self.translate.high)
         scaled = number & (high > low) & (torch.maximum(-low, high) <= 1e6)  # or else as they are
         self.register_buffer("number", number)
         self.register_buffer("origin", ((low + high) / 2).where(scaled, 0.0).float())
@@ -636,27 +744,28 @@ class Agent(nn.Module):
             return hidden, self.value_trunk(images, vectors).float() if two else hidden
 
     def policy(self, obs: list) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities of all choices and means of all numbers, in their unit [B, F]; V [B]."""
+        """Log-probabilities of choices and means of numbers, in their unit [B, F]; V [B]."""
         hidden, value_hidden = self.features(obs)
         scores = self.actor(hidden)
         if len(obs) > len(self.reader.leaves):  # behind the leaves is the mask of valid choices
             scores = scores.where(obs[-1], -1e8)
-        sizes = [size for size, _ in self.choose.blocks]
-        pairs = zip(scores.split(sizes, dim=-1), self.choose.blocks, strict=True)
-        parts = [part if box else part.log_softmax(dim=-1) for part, (_, box) in pairs]
+        parts = [x if box else x.log_softmax(dim=-1) for x, (_, box) in self.blocks(scores)]
         return torch.cat(parts, dim=-1), self.critic(value_hidden).squeeze(-1)
 
     def choose_action(self, policy: torch.Tensor, noise: torch.Tensor | None = None):
         """The likeliest choices and the means as actions [B, F] or, given noise, samples."""
         if noise is not None:
             policy = policy + noise * self.logstd().exp()
-        numbers, found, start = self.origin + self.unit * policy, [], 0
-        for size, box in self.choose.blocks:
-            part = slice(start, start + size)
-            best = nn.functional.one_hot(policy[:, part].argmax(dim=-1), size)
-            found.append(numbers[:, part] if box else best)
-            start += size
-        return torch.cat(found, dim=-1).float()
+        found = []
+        for block, (size, box) in self.blocks(policy):
+            choice = nn.functional.one_hot(block.argmax(dim=-1), size)
+            found.append(block if box else choice)
+        return self.origin + self.unit * torch.cat(found, dim=-1)
+
+    def blocks(self, x: torch.Tensor):
+        """Parts [B, size] of x [B, F]: (part, (size, whether it is a Box))."""
+        sizes = [size for size, _ in self.translate.blocks]
+        return zip(x.split(sizes, dim=-1), self.translate.blocks, strict=True)
 
     def logstd(self) -> torch.Tensor:
         """Log standard deviations [F] of the numbers, 0 for choices."""
@@ -695,7 +804,7 @@ class Agent(nn.Module):
     def noise(self, rng: np.random.Generator, *shape: int) -> torch.Tensor:
         """Noise for `shape` actions [..., F]: Gumbel's for choices, whose argmax is a sample."""
         size = (*shape, len(self.unit))
-        noise = np.where(self.choose.number, rng.standard_normal(size), rng.gumbel(size=size))
+        noise = np.where(self.translate.number, rng.standard_normal(size), rng.gumbel(size=size))
         return torch.as_tensor(noise, dtype=torch.float32, device=self.unit.device)
 
     def update_moments(self, obs: list):
@@ -719,7 +828,7 @@ class Agent(nn.Module):
         obs = obs if isinstance(obs, list) else self.observe(obs)
         policy, _ = self.policy(as_tensors(obs, self.unit.device))
         actions = self.choose_action(policy, noise).cpu().numpy()
-        space, items = self.choose.space, [self.choose.to_space(action) for action in actions]
+        space, items = self.translate.space, [self.translate.to_space(action) for action in actions]
         return concatenate(space, items, create_empty_array(space, len(items)))
 
 
@@ -762,7 +871,7 @@ class Batch(NamedTuple):
         return Batch([x[rows] for x in self.obs], *(x[rows] for x in self[1:]))
 
 
-def ppo_loss(agent: Agent, batch: Batch, args: Args):
+def ppo_loss(agent: Agent, args: Args, batch: Batch):
     """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch, and what is logged of
     it."""
     _, logprob, entropy, value = agent(batch.obs, batch.actions)
@@ -821,34 +930,39 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
     obs = [x[:-1].flatten(0, 1) for x in data.obs]
     batch = Batch(obs, *(x.flatten(0, 1) for x in fields))  # B = T * N
 
-    rows, steps = np.flatnonzero(data.valid), []  # what is learned from; metrics of each step
+    rows = np.flatnonzero(data.valid)  # what is learned from
+    num_minibatches = min(args.num_minibatches, len(rows) // 2)  # two rows at least in each
+    if num_minibatches == 0:  # nothing to learn from
+        return {}
+    steps = []  # metrics of each step
     rng = np.random.default_rng((args.seed, iteration, 1))
     agent.adam.param_groups[0]["lr"] = learning_rate
     for _ in range(args.update_epochs):
         order = torch.as_tensor(rng.permutation(rows), device=values.device)
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
-        for minibatch in order.tensor_split(args.num_minibatches):
-            loss, metrics = ppo_loss(agent, batch.take(minibatch), args)
+        for minibatch in order.tensor_split(num_minibatches):
+            loss, metrics = ppo_loss(agent, args, batch.take(minibatch))
             agent.adam.zero_grad()
             loss.backward()
             # over all parameters (detail 11)
             metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
             agent.adam.step()
             steps.append(torch.stack([*metrics.values()]).detach())
-        approx_kl = torch.stack(steps[-args.num_minibatches :])[:, [*metrics].index("approx_kl")]
+        approx_kl = torch.stack(steps[-num_minibatches:])[:, [*metrics].index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
     if not first:
         agent.update_moments(seen)
     means = torch.stack(steps).mean(dim=0).tolist()
-    unexplained = (batch.returns - batch.values)[rows].var() / batch.returns[rows].var()
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
-    return metrics | {"losses/explained_variance": 1.0 - unexplained.item()}
+    error, scale = batch.advantages[rows].var(), batch.returns[rows].var()  # of R - V and R
+    metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
+    return metrics
 
 
 # --- rollout --------------------------------------------------------------------------------------
 @torch.no_grad()
-def rollout(agent: Agent, envs: Envs, run: "Run", args: Args) -> Rollout:
+def rollout(agent: Agent, envs: Envs | WorkerEnvs, run: "Run", args: Args) -> Rollout:
     """Take `num_steps` steps in every environment, going on where the last ended (detail 1)."""
     T, N, device = args.num_steps, args.num_envs, agent.unit.device
     now, actions = as_tensors(envs.obs, device), []
@@ -864,9 +978,9 @@ def rollout(agent: Agent, envs: Envs, run: "Run", args: Args) -> Rollout:
         actions.append(agent.choose_action(agent.policy(now)[0], noise[t]))
         rewards[t], terminated[t], truncated[t] = envs.step(actions[t].cpu().numpy())
         discounted[t], now = envs.discounted, as_tensors(envs.obs, device)
-        run.global_step += int(valid[t].sum())
-        for _, episodic_return, length in envs.ended:
-            run.log_episode(run.global_step, episodic_return, length)
+        run.global_step += int(np.count_nonzero(valid[t]))
+        if envs.ended:
+            run.log_episodes(envs.ended)
     for kept, x in zip(obs, now, strict=True):
         kept[T] = x
     if args.scale_rewards:  # over the deviation of returns, clipped (continuous details 8, 9)
@@ -877,36 +991,79 @@ def rollout(agent: Agent, envs: Envs, run: "Run", args: Args) -> Rollout:
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's folder, its logs and its counters."""
+    """A run's folder, its logs and its counters. The folder is one run's as long as this is open."""
 
     def __init__(self, args: Args, checkpoint: dict):
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        self.folder = args.resume or args.run_dir or Path("runs") / name
+        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
+        self.global_step, self.iteration, seconds, rows = checkpoint.get("counters", (0, 0, 0.0, 0))
+        self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
+        self.start = time.monotonic() - seconds
+        self.status = "failed"  # until training has ended well
+        self.folder = args.resume or args.run_dir
+        try:
+            self.folder = self.folder or new_folder(args)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            refuse_links(self.folder)
+            path = self.folder / "episodes.csv"
+            self.csv = open(path, "a", buffering=1)  # noqa: SIM115
+            fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"{self.folder}: another process trains in this folder")
+        except OSError as error:
+            fail(f"{self.folder}: {error}")
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {self.folder} goes on with it")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        # what was logged after the checkpoint goes: it will be logged again
+        known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
+        self.csv.truncate(len(b"".join(known)))
+        self.rows = len(known) - 1
+        if not known:
+            self.csv.write("global_step,seconds,return,length\n")
+            self.rows = 0
+        self.wandb = None
         if args.track:
             import wandb  # before the writer, which it follows
 
             project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **project)
-        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
-        self.global_step, self.iteration, seconds, size = checkpoint.get("counters", (0, 0, 0.0, 0))
-        self.start = time.monotonic() - seconds
-        # what was logged after the checkpoint goes: it will be logged again
+            same = {
+                "id": checkpoint.get("wandb"),
+                "resume": "allow",
+            }  # one run, however often resumed
+            config = {"config": vars(self.args), "sync_tensorboard": True}
+            self.wandb = wandb.init(name=self.folder.name, **project, **same, **config)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
-        self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
-        self.csv.truncate(self.csv.seek(min(size, self.csv.tell())))
-        if self.csv.tell() == 0:
-            self.csv.write("global_step,seconds,return,length\n")
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
-    def log_episode(self, step: int, episodic_return: float, length: int):
-        self.csv.write(f"{step},{time.monotonic() - self.start:.2f},{episodic_return},{length}\n")
-        self.writer.add_scalar("charts/episodic_return", episodic_return, step)
-        self.writer.add_scalar("charts/episodic_length", length, step)
-        self.bar.write(f"global_step={step}, episodic_return={episodic_return:.4f}")
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        self.bar.close()
+        self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
+        self.write_json(self.status)
+        if kind and self.global_step == 0:  # not one step was taken: nothing is left behind
+            for pattern in ("run.json", "checkpoint.pt", "episodes.csv", "events.out.tfevents.*"):
+                for path in self.folder.glob(pattern):
+                    path.unlink()
+            with contextlib.suppress(OSError):  # something else is in the folder
+                self.folder.rmdir()
+        self.csv.close()
+
+    def log_episodes(self, ended: list[tuple[int, float, int]]):
+        """Log the (environment, return, length) of the episodes that one step has ended: a row each,
+        and for TensorBoard, which has one value a step, their mean."""
+        for _, episodic_return, length in ended:
+            seconds = time.monotonic() - self.start
+            self.csv.write(f"{self.global_step},{seconds:.2f},{episodic_return},{length}\n")
+            self.bar.write(f"global_step={self.global_step}, episodic_return={episodic_return:.4f}")
+            self.returns.append(episodic_return)
+        self.rows += len(ended)
+        _, returns, lengths = zip(*ended, strict=True)
+        self.writer.add_scalar("charts/episodic_return", np.mean(returns), self.global_step)
+        self.writer.add_scalar("charts/episodic_length", np.mean(lengths), self.global_step)
 
     def log(self, metrics: dict[str, float]):
         self.iteration += 1
@@ -915,38 +1072,69 @@ class Run:
         for tag, value in metrics.items():
             self.writer.add_scalar(tag, value, self.global_step)
 
-    def write_json(self, status: str) -> float | None:
-        """Write run.json; returns the mean return of the last 100 training episodes."""
-        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
-        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
+    def final_return(self) -> float | None:
+        """The mean return of the last 100 training episodes, if there is one."""
+        mean = float(np.mean(self.returns)) if self.returns else math.nan
+        return mean if math.isfinite(mean) else None
+
+    def write_json(self, status: str):
         versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
         content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
         content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
-        content |= {"wall_seconds": round(time.monotonic() - self.start, 2), "final_return": final}
+        content["wall_seconds"] = round(time.monotonic() - self.start, 2)
+        content["final_return"] = self.final_return()
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
-        return final
+
+
+def new_folder(args: Args) -> Path:
+    """A new folder below runs/, of this run alone: two that start in one second get two."""
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    for k in itertools.count(1):
+        folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+
+
+def refuse_links(folder: Path):
+    """One clear line if a folder, perhaps a stranger's, has links: a run would write through them."""
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            fail(f"{path} is a link: a run writes into its own folder alone")
 
 
 def save(run: Run, agent: Agent, envs):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    state = {"args": vars(run.args), "agent": agent.state_dict()}
-    state |= {"optimizer": agent.adam.state_dict(), "names": agent.reader.names()}
-    state["playing"] = envs.played()
-    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.csv.tell()
+    state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
+    state |= {"adam": agent.adam.state_dict(), "names": agent.reader.names()}
+    state["played"] = [(episode, torch.tensor(x)) for episode, x in envs.played()]
+    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.rows
+    state |= {"returns": list(run.returns), "wandb": run.wandb and run.wandb.id}
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
 
 def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
+    content, path = {}, Path(folder) / "checkpoint.pt"
     try:
-        content = torch.load(Path(folder) / "checkpoint.pt", map_location="cpu", weights_only=True)
+        if not path.is_file():
+            raise FileNotFoundError(path.name)
+        with zipfile.ZipFile(path) as file:
+            if file.testzip():
+                raise ValueError("it is damaged")
+        content = torch.load(path, map_location="cpu", weights_only=True)
         args = Args(**content["args"])
+        step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
+        content["counters"] = int(step), int(iteration), float(seconds), int(rows)
+        content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
     except Exception as error:  # damage shows in many ways
-        fail(f"{folder}: no checkpoint.pt that can be read: {error!r}")
-    if not args.env_id.startswith("envpool:"):
-        args.env_id = args.env_id.split(":")[-1]  # a module runs if the command line names it
+        maker = f", made by {content['script']}" if "script" in content else ""
+        fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
+    module, _, name = args.env_id.rpartition(":")
+    if module != "envpool":  # a module's code runs if the command line names it
+        args.env_id = name
     return content | {"args": args}
 
 
@@ -954,7 +1142,10 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
     """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
     checkpoint = load_checkpoint(folder)
     args = checkpoint["args"]
-    agent = Agent(env or make_env(args), args)
+    envs = env or make_envs(args, 1)
+    agent = Agent(envs, args)
+    if env is None:
+        envs.close()
     if checkpoint["names"] != agent.reader.names():
         fail(f"{folder}: its agent sees {checkpoint['names']}, not {agent.reader.names()}")
     try:
@@ -964,41 +1155,63 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
     return agent, args
 
 
+def drawn_env(args: Args) -> gym.Env:
+    """An environment whose frames can be drawn; one clear line if they can't."""
+    if args.env_id.startswith("envpool:"):
+        fail("--capture-video: of gymnasium's environments alone, not EnvPool's")
+    if sys.platform == "linux":
+        os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
+    env = make_env(args.env_id, **json.loads(args.env_kwargs) | {"render_mode": "rgb_array"})
+    if hasattr(env.unwrapped, "mujoco_renderer") and env.unwrapped.model.ncam:
+        env.unwrapped.mujoco_renderer.camera_id = 0  # follows the robot
+    try:
+        env.reset(seed=0)
+        env.render()
+    except Exception as error:  # no display, or a package for drawing is missing
+        fail(f"--capture-video: {args.env_id} can't be drawn: {error!r}")
+    return env
+
+
 def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily and then with drawn actions, as in training; with
-    `capture_video`, record it into its videos/. Returns the greedy returns."""
+    """Play the run in `args.evaluate` greedily, then with drawn actions as in training; returns the
+    greedy returns. `capture_video` records it into its videos/."""
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
-    options, seed = {}, episode_seed(args.seed, 2**31)
+    greedy = play(args, "eval")
+    drawn = play(args, "drawn")
+    for name, returns in (("greedy", greedy), ("drawn", drawn)):
+        print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
+    return greedy
+
+
+@torch.no_grad()
+def play(args: Args, name: str) -> list[float]:
+    """Returns of `eval_episodes` episodes, printed under this name; those of "drawn" are drawn."""
+    played = replace(args, seed=episode_seed(args.seed, 2**31))
     if args.capture_video:
-        options = {"render_mode": "rgb_array"}
-    returns = {"greedy": [], "drawn": []}
-    for name, found in returns.items():
-        envs = make_envs(replace(args, seed=seed, num_envs=1), {}, film(args, name), **options)
-        agent, rng = load(args.evaluate, envs)[0], np.random.default_rng(seed)
-        while len(found) < args.eval_episodes:
-            with torch.no_grad():
-                policy, _ = agent.policy(as_tensors(envs.obs, "cpu"))
+        refuse_links(args.evaluate)
+        videos, how = str(args.evaluate / "videos"), {"disable_logger": True, "name_prefix": name}
+        env = gym.wrappers.RecordVideo(drawn_env(args), videos, lambda _: True, **how)
+        envs = Envs([env], played)
+        print(f"videos: {videos}")
+    else:
+        envs = make_envs(played, 1)
+    returns, steps = [], 0
+    with contextlib.closing(envs):
+        agent, rng = load(args.evaluate, envs)[0], np.random.default_rng(played.seed)
+        while len(returns) < args.eval_episodes:
+            policy, _ = agent.policy(as_tensors(envs.obs, agent.unit.device))
             noise = agent.noise(rng, 1) if name == "drawn" else None
             envs.step(agent.choose_action(policy, noise).numpy())
+            steps += 1
             for _, episodic_return, _ in envs.ended:
-                episode = f"{'eval' if name == 'greedy' else name}_episode={len(found)}"
+                episode = f"{name}_episode={len(returns)}"
                 print(f"{episode}, episodic_return={episodic_return:.2f}", flush=True)
-                found.append(episodic_return)
-        envs.close()
-        print(f"{name}, {len(found)} episodes: {np.mean(found):.2f} +- {np.std(found):.2f}")
-    return returns["greedy"]
-
-
-def film(args: Args, name: str):
-    """What records an environment into the videos of the run that is evaluated, if asked."""
-
-    def wrap(env: gym.Env) -> gym.Env:
-        if not args.capture_video:
-            return env
-        videos, how = str(args.evaluate / "videos"), {"name_prefix": name, "disable_logger": True}
-        return gym.wrappers.RecordVideo(env, videos, lambda _: True, **how)
-
-    return wrap
+                returns.append(episodic_return)
+                steps = 0
+            if steps > 100_000:
+                hint = """--env-kwargs '{"max_episode_steps": 1000}'"""
+                fail(f"100,000 steps, no end: whole episodes need max_episode_steps, {hint}")
+    return returns
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -1012,22 +1225,48 @@ def compile_features(agent: Agent):
     agent.features = torch.compile(agent.features, fullgraph=True)
 
 
-def describe(agent: Agent, envs: Envs, args: Args) -> list[str]:
-    """What is seen and done, and the memory that a rollout takes; exit code 2 if there is too little."""
-    seen = [
-        f"{name} {shape}"
-        for name, shape in zip(agent.reader.names(), agent.reader.shapes, strict=True)
-    ]
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """The list of the signals that have come. The first ends training after its iteration, the next
+    acts at once. Outside the main thread, which alone may handle signals, none is caught."""
+    stop = []
+
+    def handler(number, frame):
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        os.write(2, b"\nstopping after this iteration\n")
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in SIGNALS if main}
+    try:
+        yield stop
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def describe(agent: Agent, envs: Envs | WorkerEnvs, args: Args) -> str:
+    """What is learned from, and the memory that it takes; one clear line if there is less."""
+    lines = [f"{sum(x.numel() for x in agent.parameters()):,} weights"]
     size = (args.num_steps + 1) * sum(x.nbytes for x in envs.obs)
-    weights = sum(x.numel() for x in agent.parameters())
-    if hasattr(os, "sysconf") and size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-        fail(
-            f"a rollout takes {size / 1e9:.1f} GB, more than there is: --resize, --num-envs, --num-steps"
-        )
-    lines = [f"sees {', '.join(seen)}", f"{weights:,} weights, a rollout of {size / 1e6:.1f} MB"]
-    if agent.reader.dropped:
-        lines.insert(1, f"not learned from: {', '.join(agent.reader.dropped)}")
-    return lines
+    lines.append(f"{size / 1e6:.1f} MB of observations a rollout")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size > memory:
+        fail(f"{lines[-1]}, more than the memory: --num-steps, --num-envs, --resize")
+    seen = zip(agent.reader.names(), agent.reader.shapes, strict=True)
+    lines += [f"sees {name} {shape}" for name, shape in seen]
+    return ", ".join(lines + [f"ignores {name}" for name in agent.reader.dropped])
+
+
+def restore(agent: Agent, checkpoint: dict, folder: Path):
+    """Set the optimizer to what the checkpoint has."""
+    try:
+        agent.adam.load_state_dict(checkpoint["adam"])
+    except (KeyError, TypeError, ValueError) as error:
+        fail(f"{folder}: its checkpoint does not fit: {error!r}")
 
 
 def train(args: Args) -> Path:
@@ -1037,59 +1276,51 @@ def train(args: Args) -> Path:
     torch.backends.cudnn.deterministic = args.torch_deterministic
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
-    envs = make_envs(args, checkpoint)
-    torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-    agent = (load(args.resume, envs)[0] if args.resume else Agent(envs, args)).to(device)
-    agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # (detail 3)
-    if args.resume:
-        agent.adam.load_state_dict(checkpoint["optimizer"])
-    if args.compile:
-        compile_features(agent)
-    run = Run(args, checkpoint)
-    run.bar.write(f"{args.env_id} on {device}, {args.num_iterations} iterations, in {run.folder}")
-    for line in describe(agent, envs, args):
-        run.bar.write(line)
-    stop, status = [], "failed"
+    with contextlib.closing(make_envs(args, args.num_envs, checkpoint)) as envs:
+        torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
+        agent = load(args.resume, envs)[0] if args.resume else Agent(envs, args)
+        parameters = agent.to(device).parameters()
+        agent.adam = torch.optim.Adam(parameters, eps=1e-5, fused=True)  # (detail 3)
+        if args.resume:
+            restore(agent, checkpoint, args.resume)
+        if args.compile:
+            compile_features(agent)
+        told = describe(agent, envs, args)
+        with stop_signals() as stop, Run(args, checkpoint) as run:
+            run.bar.write(f"{args.env_id} on {device}, {args.num_iterations} iterations, {told}")
+            save(run, agent, envs)
+            while run.iteration < args.num_iterations and not stop:
+                remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
+                learning_rate = remaining * args.learning_rate  # annealed (detail 4)
+                data = rollout(agent, envs, run, args)
+                metrics = update(agent, data, run.iteration, learning_rate, args)
+                seen = dict(zip(agent.reader.names(), data.obs, strict=False))
+                checked = seen | {"rewards": data.rewards} | metrics | agent.state_dict()
+                for name, x in checked.items():
+                    if not torch.as_tensor(x).isfinite().all():
+                        raise FloatingPointError(f"iteration {run.iteration}: {name} is not finite")
+                run.log(metrics | {"charts/learning_rate": learning_rate})
+                if run.iteration % args.checkpoint_interval == 0:
+                    save(run, agent, envs)
+            save(run, agent, envs)
+            run.status = "running" if run.iteration < args.num_iterations else "finished"
+    return finish(run, agent, stop)
 
-    def handler(number, frame):  # ends training after this iteration; the next signal acts at once
-        stop.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        os.write(2, b"\nstopping after this iteration\n")
 
-    signals = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)}
-    before = {number: signal.signal(number, handler) for number in signals}
-    try:
-        save(run, agent, envs)
-        while run.iteration < args.num_iterations and not stop:
-            remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
-            learning_rate = remaining * args.learning_rate  # annealed (detail 4)
-            data = rollout(agent, envs, run, args)
-            metrics = update(agent, data, run.iteration, learning_rate, args)
-            for name, x in ({"rewards": data.rewards} | metrics | agent.state_dict()).items():
-                if not torch.as_tensor(x).isfinite().all():
-                    raise FloatingPointError(f"iteration {run.iteration}: {name} is not finite")
-            run.log(metrics | {"charts/learning_rate": learning_rate})
-            if run.iteration % args.checkpoint_interval == 0:
-                save(run, agent, envs)
-        save(run, agent, envs)
-        status = "running" if run.iteration < args.num_iterations else "finished"
-    finally:
-        envs.close()
-        for log in (run.bar, run.writer, run.csv):
-            log.close()
-        final = run.write_json(status)
-        for number, old in before.items():
-            signal.signal(number, old)
+def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
+    """Say how to go on or to play; play and record, if that is wanted."""
     script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
-    if ":" in args.env_id and not args.env_id.startswith("envpool:"):
-        folder += f" --env-id {args.env_id}"  # it must be given again
-    if status == "running":
+    if ":" in run.args.env_id:  # a module must be given again
+        folder += f" --env-id {run.args.env_id}"
+    if run.status == "running":
         print(f"go on with: {script} --resume {folder}")
         raise SystemExit(128 + stop[0])
+    final = run.final_return()
     print(f"return {final} over the last 100 episodes; play: {script} --evaluate {folder}")
-    if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
-    if args.capture_video:
+    if run.args.save_model:
+        name = f"{Path(run.args.exp_name).name}.cleanrl_model"
+        torch.save(agent.state_dict(), run.folder / name)
+    if run.args.capture_video:
         evaluate(replace(run.args, evaluate=run.folder))
     return run.folder
 
