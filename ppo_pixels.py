@@ -246,8 +246,9 @@ class Reader:
         self.dropped = [".".join(map(str, path)) for path, _ in found if path not in kept]
         if not self.leaves:
             raise ValueError(f"{space}: nothing there can be learned from")
-        some = [leaf.space.sample() for leaf in self.leaves]
-        self.shapes = [x.shape for x in self.read(some)]  # (H, W, C) or (D,)
+        kinds = [leaf.space for leaf in self.leaves]
+        first = [np.zeros(x.shape, x.dtype) + getattr(x, "start", 0) for x in kinds]
+        self.shapes = [x.shape for x in self.read(first)]  # (H, W, C) or (D,)
 
     def names(self) -> list[str]:
         """What is seen, as it is saved with the agent."""

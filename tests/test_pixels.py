@@ -66,7 +66,9 @@ def test_kinds_of_leaves(space, kind, shape):
     assert one.shapes == [shape]
     (x,) = one.read(one.pick(space.sample()))
     assert x.shape == shape
-    assert x.dtype == (np.uint8 if kind in ("image", "codes") and space.dtype == np.uint8 else np.float32)
+    assert x.dtype == (
+        np.uint8 if kind in ("image", "codes") and space.dtype == np.uint8 else np.float32
+    )
 
 
 def test_the_layout_of_images():
@@ -155,7 +157,15 @@ MIXED = spaces.Dict(
 
 def test_actions_of_a_nested_space():
     done = Actions(MIXED)
-    assert done.blocks == [(3, False), (2, True), (2, False), (2, False), (2, False), (4, False), (1, True)]
+    assert done.blocks == [
+        (3, False),
+        (2, True),
+        (2, False),
+        (2, False),
+        (2, False),
+        (4, False),
+        (1, True),
+    ]
     assert done.number.nonzero()[0].tolist() == [3, 4, 15]
     row = np.array([0, 1, 0, 5, 0.25, 1, 0, 0, 1, 0, 1, 0, 0, 0, 1, 6.7], np.float32)
     action = done.to_space(row)
@@ -175,7 +185,8 @@ def test_actions_of_a_nested_space():
 
 
 @pytest.mark.parametrize(
-    "space", [spaces.Text(3), spaces.Sequence(spaces.Discrete(2)), spaces.Dict(), spaces.Box(0, 1, (0,))],
+    "space",
+    [spaces.Text(3), spaces.Sequence(spaces.Discrete(2)), spaces.Dict(), spaces.Box(0, 1, (0,))],
     ids=str,
 )
 def test_what_cannot_be_done(space, capsys):
@@ -226,7 +237,9 @@ def test_choices_are_drawn_as_stable_baselines_distributes_them():
     obs = [torch.randn(1, 3).expand(20_000, 3)]
     policy, _ = agent.policy(obs)
     action, logprob, entropy, _ = agent.get_action_and_value(obs)
-    theirs = MultiCategoricalDistribution([3, 2]).proba_distribution(agent.actor(agent.features(obs)[0]))
+    theirs = MultiCategoricalDistribution([3, 2]).proba_distribution(
+        agent.actor(agent.features(obs)[0])
+    )
     taken = torch.stack([action[:, :3].argmax(-1), action[:, 3:].argmax(-1)], dim=1)
     torch.testing.assert_close(logprob, theirs.log_prob(taken))
     torch.testing.assert_close(entropy, theirs.entropy())
@@ -236,7 +249,9 @@ def test_choices_are_drawn_as_stable_baselines_distributes_them():
 
 
 def test_the_unit_of_numbers():
-    box = spaces.Box(np.array([-1, 0, -np.inf, -3.4e38]), np.array([3, 1, 5, 3.4e38]), dtype=np.float32)
+    box = spaces.Box(
+        np.array([-1, 0, -np.inf, -3.4e38]), np.array([3, 1, 5, 3.4e38]), dtype=np.float32
+    )
     agent = Agent(env_of(spaces.Box(-1, 1, (3,)), box))
     assert agent.origin.tolist() == [1, 0.5, 0, 0]
     assert agent.unit.tolist() == [2, 0.5, 1, 1]
@@ -250,7 +265,9 @@ def test_the_unit_of_numbers():
 
 # --- masks ----------------------------------------------------------------------------------------
 def test_masks_of_choices():
-    done = Actions(spaces.Tuple([spaces.Discrete(3), spaces.Box(0, 1, (2,)), spaces.MultiDiscrete([2, 2])]))
+    done = Actions(
+        spaces.Tuple([spaces.Discrete(3), spaces.Box(0, 1, (2,)), spaces.MultiDiscrete([2, 2])])
+    )
     flat = [1, 0, 1, 1, 1, 0, 1, 1, 0]
     for tree in (
         np.array([1, 0, 1, 0, 1, 1, 0]),
@@ -329,11 +346,17 @@ def test_what_the_network_is_given():
     assert pixels.shape == (64, 3, 40, 36)
     assert pixels.is_contiguous(memory_format=torch.channels_last)
     assert pixels[3, 1, 39, 5] == batch["pixels"][3, 39, 5, 1] / np.float32(255)
-    np.testing.assert_allclose(floats[3, 1, 35, 5], (batch["floats"][3, 35, 5, 1] + 2) / 4, rtol=1e-6)
+    np.testing.assert_allclose(
+        floats[3, 1, 35, 5], (batch["floats"][3, 35, 5, 1] + 2) / 4, rtol=1e-6
+    )
     assert codes[:, :, 0, 0].abs().max() == 0
     torch.testing.assert_close(codes[:, :, 1:].mean(0), torch.zeros(3, 6, 7), rtol=0, atol=1e-5)
-    torch.testing.assert_close(codes[:, :, 1:].var(0, correction=0), torch.ones(3, 6, 7), rtol=0, atol=1e-3)
-    torch.testing.assert_close(vectors[:, :2].std(0, correction=0), torch.ones(2), rtol=0, atol=1e-3)
+    torch.testing.assert_close(
+        codes[:, :, 1:].var(0, correction=0), torch.ones(3, 6, 7), rtol=0, atol=1e-3
+    )
+    torch.testing.assert_close(
+        vectors[:, :2].std(0, correction=0), torch.ones(2), rtol=0, atol=1e-3
+    )
     assert vectors[:, 2:].tolist() == np.eye(4)[batch["where"]].tolist()
 
 
