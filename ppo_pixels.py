@@ -44,6 +44,7 @@ import traceback
 import zipfile
 from collections import deque
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, get_args, get_type_hints
 
@@ -164,12 +165,12 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
     if args.resume and args.num_envs != saved.num_envs:
         fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
-    needed = {"wandb": args.track, "moviepy": args.capture_video}
-    for package, wanted in needed.items():
-        if wanted and importlib.util.find_spec(package) is None:
-            fail(f"{package} is not installed: pip install {package}")
-    if args.capture_video:
-        drawn_env(args).close()  # what is missing is better known before training
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("--track: wandb is not installed: pip install wandb")
+    if args.capture_video:  # what is missing is better known before training
+        if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
+            fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
+        drawn_env(args).close()
     return args
 
 
@@ -500,8 +501,13 @@ class Envs:
                 continue
             rewards[i], terminated[i], truncated[i] = self.play(i, action)
             if self.over[i]:
-                self.ended.append((i, math.fsum(self.rewards[i]), len(self.rewards[i])))
+                both = math.fsum(self.rewards[i]), len(self.rewards[i])
+                self.ended.append((self.numbers[i], *both))
         return rewards, terminated, truncated
+
+    def shown(self) -> dict:
+        """What is to be seen of the environments from outside."""
+        return {"obs": self.obs, "over": self.over, "discounted": self.discounted}
 
     def played(self) -> list[tuple[int, np.ndarray]]:
         """What plays the running episodes again: their numbers and actions so far, [t, F]."""
@@ -522,7 +528,7 @@ def work(pipe, args: Args, numbers: list[int], played: list | None):
         with contextlib.closing(own_envs(args, numbers, played)) as envs:
             result = envs.observation_space, envs.action_space
             while True:
-                pipe.send((envs.obs, envs.over, envs.discounted, envs.ended, result))
+                pipe.send((envs.shown(), envs.ended, result))
                 method, *given = pipe.recv()
                 result = getattr(envs, method)(*given)
     except BaseException as error:
@@ -545,7 +551,11 @@ class WorkerEnvs:
             process.start()
             theirs.close()
             self.workers.append((process, ours, slice(numbers[0], numbers[-1] + 1)))
-        self.observation_space, self.action_space = self.receive()[0]
+        try:
+            self.observation_space, self.action_space = self.receive()[0]
+        except BaseException:
+            self.close()
+            raise
 
     def receive(self) -> list:
         """What each worker answers; their states are joined to this one's."""
@@ -559,10 +569,12 @@ class WorkerEnvs:
                 raise RuntimeError(f"{why}: not enough memory?") from None
             if isinstance(replies[-1], BaseException):
                 raise replies[-1]
-        obs, over, discounted, ended, results = zip(*replies, strict=True)
-        self.obs = [np.concatenate(leaf) for leaf in zip(*obs, strict=True)]
-        self.over = np.concatenate(over)
-        self.discounted, self.ended = np.concatenate(discounted), [*itertools.chain(*ended)]
+        shown, ended, results = zip(*replies, strict=True)
+        leaves = zip(*(part["obs"] for part in shown), strict=True)
+        self.obs = [np.concatenate(leaf) for leaf in leaves]
+        self.over = np.concatenate([part["over"] for part in shown])
+        self.discounted = np.concatenate([part["discounted"] for part in shown])
+        self.ended = [*itertools.chain(*ended)]
         return results
 
     def step(self, actions: np.ndarray):
@@ -578,8 +590,9 @@ class WorkerEnvs:
         return [*itertools.chain(*self.receive())]
 
     def close(self):
-        for process, pipe, _ in self.workers:
+        for _, pipe, _ in self.workers:
             pipe.close()
+        for process, _, _ in self.workers:
             process.join(5)
             process.kill()  # if an environment does not end
         self.workers = []
@@ -970,29 +983,29 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, run: "Run", args: Args) -> Ro
     obs = [x.new_empty((T + 1, *x.shape)) for x in now]
     rewards, discounted = np.zeros((T, N)), np.zeros((T, N))
     terminated, truncated = np.zeros((T, N), bool), np.zeros((T, N), bool)
-    valid = np.zeros((T, N), bool)
+    over = np.zeros((T, N), bool)  # rows after an episode's end
     noise = agent.noise(np.random.default_rng((args.seed, run.iteration, 0)), T, N)
     for t in range(T):
         for kept, x in zip(obs, now, strict=True):
             kept[t] = x
-        valid[t] = ~envs.over
+        over[t] = envs.over
         actions.append(agent.choose_action(agent.policy(now)[0], noise[t]))
         rewards[t], terminated[t], truncated[t] = envs.step(actions[t].cpu().numpy())
         discounted[t], now = envs.discounted, as_tensors(envs.obs, device)
-        run.global_step += int(np.count_nonzero(valid[t]))
+        run.global_step += N - int(np.count_nonzero(over[t]))
         if envs.ended:
             run.log_episodes(envs.ended)
     for kept, x in zip(obs, now, strict=True):
         kept[T] = x
     if args.scale_rewards:  # over the deviation of returns, clipped (continuous details 8, 9)
-        agent.return_moments.update(discounted[valid])
+        agent.return_moments.update(discounted[~over])
         rewards = np.clip(rewards / math.sqrt(agent.return_moments.var + 1e-8), -10.0, 10.0)
-    return Rollout(obs, torch.stack(actions), rewards, terminated, truncated, valid)
+    return Rollout(obs, torch.stack(actions), rewards, terminated, truncated, ~over)
 
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's folder, its logs and its counters. The folder is one run's as long as this is open."""
+    """A run's folder, its logs and its counters. While this is open, the folder is its alone."""
 
     def __init__(self, args: Args, checkpoint: dict):
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
@@ -1026,12 +1039,9 @@ class Run:
             import wandb  # before the writer, which it follows
 
             project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            same = {
-                "id": checkpoint.get("wandb"),
-                "resume": "allow",
-            }  # one run, however often resumed
-            config = {"config": vars(self.args), "sync_tensorboard": True}
-            self.wandb = wandb.init(name=self.folder.name, **project, **same, **config)
+            more = {"config": vars(self.args), "sync_tensorboard": True}
+            more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one, however often resumed
+            self.wandb = wandb.init(name=self.folder.name, **project, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
@@ -1054,8 +1064,8 @@ class Run:
         self.csv.close()
 
     def log_episodes(self, ended: list[tuple[int, float, int]]):
-        """Log the (environment, return, length) of the episodes that one step has ended: a row each,
-        and for TensorBoard, which has one value a step, their mean."""
+        """Log the (environment, return, length) of the episodes that one step has ended: a row
+        each, and for TensorBoard, which has one value a step, their mean."""
         for _, episodic_return, length in ended:
             seconds = time.monotonic() - self.start
             self.csv.write(f"{self.global_step},{seconds:.2f},{episodic_return},{length}\n")
@@ -1098,7 +1108,7 @@ def new_folder(args: Args) -> Path:
 
 
 def refuse_links(folder: Path):
-    """One clear line if a folder, perhaps a stranger's, has links: a run would write through them."""
+    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
     for path in folder.rglob("*"):
         if path.is_symlink():
             fail(f"{path} is a link: a run writes into its own folder alone")
@@ -1147,8 +1157,9 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
     agent = Agent(envs, args)
     if env is None:
         envs.close()
-    if checkpoint["names"] != agent.reader.names():
-        fail(f"{folder}: its agent sees {checkpoint['names']}, not {agent.reader.names()}")
+    names = checkpoint.get("names")
+    if names != agent.reader.names():
+        fail(f"{folder}: its agent sees {names}, the environment shows {agent.reader.names()}")
     try:
         agent.load_state_dict(checkpoint["agent"])
     except RuntimeError as error:
@@ -1270,6 +1281,13 @@ def restore(agent: Agent, checkpoint: dict, folder: Path):
         fail(f"{folder}: its checkpoint does not fit: {error!r}")
 
 
+def check_finite(iteration: int, values: dict):
+    """FloatingPointError that names the first value with a NaN or an infinity."""
+    for name, x in values.items():
+        if not torch.as_tensor(x).isfinite().all():
+            raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
+
+
 def train(args: Args) -> Path:
     """Train, or go on training; returns the run's folder."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -1296,10 +1314,8 @@ def train(args: Args) -> Path:
                 data = rollout(agent, envs, run, args)
                 metrics = update(agent, data, run.iteration, learning_rate, args)
                 seen = dict(zip(agent.reader.names(), data.obs, strict=False))
-                checked = seen | {"rewards": data.rewards} | metrics | agent.state_dict()
-                for name, x in checked.items():
-                    if not torch.as_tensor(x).isfinite().all():
-                        raise FloatingPointError(f"iteration {run.iteration}: {name} is not finite")
+                check_finite(run.iteration, seen | {"rewards": data.rewards})
+                check_finite(run.iteration, metrics | agent.state_dict())
                 run.log(metrics | {"charts/learning_rate": learning_rate})
                 if run.iteration % args.checkpoint_interval == 0:
                     save(run, agent, envs)
@@ -1311,7 +1327,7 @@ def train(args: Args) -> Path:
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
     """Say how to go on or to play; play and record, if that is wanted."""
     script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
-    if ":" in run.args.env_id:  # a module must be given again
+    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
         folder += f" --env-id {run.args.env_id}"
     if run.status == "running":
         print(f"go on with: {script} --resume {folder}")

@@ -4,7 +4,6 @@ import itertools
 import math
 from types import SimpleNamespace
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
