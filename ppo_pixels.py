@@ -120,7 +120,7 @@ class Args:
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
-        if self.env_id.rpartition(":")[2].startswith("ALE/"):  # (Atari details 2, 5, 7)
+        if is_atari(self.env_id):  # (Atari details 2, 5, 7)
             self.action_repeat = self.action_repeat or 4
             self.frame_stack = self.frame_stack or 4
             self.resize = self.resize or "84x84"
@@ -231,7 +231,7 @@ def find_leaf(path: tuple, space: gym.Space, args: Args) -> Leaf | None:
     if args.resize:
         size = [int(side) for side in args.resize.split("x")]
     kind = "codes" if min(size) < 16 else "image"
-    if kind == "image" and max(-space.low.min(), space.high.max()) > 1e6:
+    if kind == "image" and not -1e6 < space.low.min() < space.high.max() < 1e6:
         raise ValueError(f"{space}: an image without bounds; give its Box a low and a high")
     return Leaf(path, space, kind, channels, None if size == sides else size)
 
@@ -314,7 +314,7 @@ class Actions:
                 raise ValueError(f"{part}: no actions that can be learned")
             choices = [] if box else np.ravel(part.nvec if part.shape else part.n).tolist()
             size = part.low.size if box else sum(choices)
-            self.blocks += [(size, True)] if box else [(n, False) for n in choices]
+            self.blocks += [(size, True)] if box else [(choice, False) for choice in choices]
             number.append(np.full(size, box))
             whole.append(np.full(size, part.dtype.kind in "iu"))
             low.append(part.low.ravel() if box else np.zeros(size))
@@ -353,13 +353,16 @@ def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
         fail(f"--env-id {env_id}: {error}")
 
 
+def is_atari(env_id: str) -> bool:
+    """Whether it is a game of gymnasium's ALE."""
+    return env_id.rpartition(":")[2].startswith("ALE/")
+
+
 def make_env(env_id: str, **options) -> gym.Env:
     """An environment of gymnasium or EnvPool; one clear line if there is no such thing."""
     gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
     module = {"ALE": "ale_py:", "dm_control": "shimmy:"}.get(env_id.split("/")[0], "")
-    if env_id.rpartition(":")[2].startswith(
-        "ALE/"
-    ):  # of grey images (Atari detail 5), `play` skips
+    if is_atari(env_id):  # `Envs.play` skips images, and they are grey
         options = {"frameskip": 1, "obs_type": "grayscale"} | options
     try:
         if env_id.startswith("envpool:"):
@@ -425,10 +428,8 @@ class Envs:
         self.envs, self.args, self.numbers = envs, args, list(numbers)
         self.observation_space = envs[0].observation_space
         self.action_space = envs[0].action_space
-        self.reader, self.translate = (
-            Reader(self.observation_space, args),
-            Actions(self.action_space),
-        )
+        self.reader = Reader(self.observation_space, args)
+        self.translate = Actions(self.action_space)
         self.episodes = [-1] * len(envs)  # how many each environment has ended
         self.actions = [[] for _ in envs]  # of the running episodes
         self.rewards = [[] for _ in envs]
@@ -481,8 +482,8 @@ class Envs:
                 raise ValueError(f"{self.args.env_id}: {what}: one of each is wanted") from None
             if self.over[i]:
                 break
-        if before is not None and self.args.env_id.startswith("ALE/"):
-            frame = np.maximum(before, frame)  # some things are drawn on every other frame
+        if before is not None and is_atari(self.args.env_id):
+            frame = np.maximum(before, frame)  # some things are drawn in every second image only
         self.show(i, self.look(frame, info, [x[i] for x in self.obs]))
         self.actions[i].append(action)
         self.rewards[i].append(total)
@@ -658,21 +659,19 @@ def encoder(shape: tuple[int, int, int], kind: str) -> nn.Sequential:
             conv = [nn.Conv2d(k, size, 3, padding=1) for k in (inputs, size, size, size, size)]
             layers += [conv[0], nn.MaxPool2d(3, stride=2, padding=1)]
             layers += [Residual(nn.ReLU(), a, nn.ReLU(), b) for a, b in (conv[1:3], conv[3:])]
-        network, units = nn.Sequential(*layers, nn.Flatten(), nn.ReLU()), 256
+        layers += [nn.ReLU()]
     else:  # Nature's (Mnih et al. 2015; Atari detail 8), or a small one for grids of codes
-        nature, units = ((32, 8, 4), (64, 4, 2), (64, 3, 1)), 512
+        nature = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
         small = ((16, 2, 1), (32, 2, 1), (64, 2, 1))
-        if kind == "small":
-            nature, units = small, 128
-        for size, kernel, stride in nature:
+        for size, kernel, stride in nature if kind == "nature" else small:
             layers += [layer_init(nn.Conv2d(channels, size, kernel, stride)), nn.ReLU()]
             channels = size
-        network = nn.Sequential(*layers, nn.Flatten())
+    network = nn.Sequential(*layers, nn.Flatten())
     try:
         features = network(torch.zeros(1, shape[2], *shape[:2])).shape[1]
     except RuntimeError:
         fail(f"--encoder {kind}: an image of {shape[0]} x {shape[1]} is too small for it")
-    linear = nn.Linear(features, units)
+    linear = nn.Linear(features, {"nature": 512, "impala": 256, "small": 128}[kind])
     return network.extend([linear if kind == "impala" else layer_init(linear), nn.ReLU()])
 
 
@@ -754,8 +753,9 @@ class Agent(nn.Module):
         images, vectors = self.normalize(obs)
         with torch.autocast(vectors.device.type, torch.bfloat16, enabled=self.args.bf16):
             hidden = self.trunk(images, vectors).float()
-            two = self.value_trunk is not None
-            return hidden, self.value_trunk(images, vectors).float() if two else hidden
+            if self.value_trunk is None:
+                return hidden, hidden
+            return hidden, self.value_trunk(images, vectors).float()
 
     def policy(self, obs: list) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities of choices and means of numbers, in their unit [B, F]; V [B]."""
@@ -821,11 +821,12 @@ class Agent(nn.Module):
         noise = np.where(self.translate.number, rng.standard_normal(size), rng.gumbel(size=size))
         return torch.as_tensor(noise, dtype=torch.float32, device=self.unit.device)
 
-    def update_moments(self, obs: list):
-        """Take in observations [B, ...]."""
-        for moments, x in zip(self.moments, obs, strict=False):
+    def update_moments(self, data: "Rollout"):
+        """Take in the observations of a rollout."""
+        valid = torch.as_tensor(data.valid)
+        for moments, x in zip(self.moments, data.obs, strict=False):
             if isinstance(moments, RunningMoments):
-                moments.update(x)
+                moments.update(x[:-1][valid])
 
     def observe(self, obs, before: list | None = None) -> list[np.ndarray]:
         """What `act` needs of raw observations (an array [N, ...], or dicts and tuples of arrays).
@@ -833,6 +834,8 @@ class Agent(nn.Module):
         found = []
         for i, values in enumerate(zip(*self.reader.pick(obs), strict=True)):
             found.append(self.reader.read(values, before and [x[i] for x in before]))
+            if isinstance(obs, dict) and "action_mask" in obs and self.args.action_masks:
+                found[i].append(self.translate.mask(obs["action_mask"][i]))
         return [np.stack(leaf) for leaf in zip(*found, strict=True)]
 
     @torch.no_grad()
@@ -919,23 +922,23 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch):
 def judge(agent: Agent, data: Rollout, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities [T, N] and values [T + 1, N] of a rollout by the policy that acted, `size`
     rows at a time."""
-    actions = torch.cat([data.actions, data.actions[-1:]])
+    obs = [x.flatten(0, 1) for x in data.obs]
+    actions = torch.cat([data.actions, data.actions[-1:]])  # the last observations have none
     logprobs, values = [], []
-    for rows in torch.arange(actions[..., 0].numel(), device=actions.device).split(size):
-        obs = [x.flatten(0, 1)[rows] for x in data.obs]
-        _, logprob, _, value = agent(obs, actions.flatten(0, 1)[rows])
+    for rows in torch.arange(len(obs[0]), device=actions.device).split(size):
+        taken = actions.flatten(0, 1)[rows]
+        _, logprob, _, value = agent([x[rows] for x in obs], taken)
         logprobs.append(logprob)
         values.append(value)
-    return torch.cat(logprobs).view(actions.shape[:2])[:-1], torch.cat(values).view(
-        actions.shape[:2]
-    )
+    logprobs, values = (torch.cat(x).view(actions.shape[:2]) for x in (logprobs, values))
+    return logprobs[:-1], values
 
 
 def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, args: Args):
     """One iteration of learning from a rollout; returns the metrics, averaged over minibatches."""
-    first, seen = iteration == 0, [x[:-1][torch.as_tensor(data.valid)] for x in data.obs]
+    first = iteration == 0
     if first:  # later observations are scaled for learning as they were for acting
-        agent.update_moments(seen)
+        agent.update_moments(data)
     logprobs, values = judge(agent, data, args.minibatch_size)
     numbers = data.rewards, values.cpu().double().numpy(), data.terminated, data.truncated
     advantages = gae(*numbers, args.gamma, args.gae_lambda)  # detail 5
@@ -966,11 +969,13 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
     if not first:
-        agent.update_moments(seen)
+        agent.update_moments(data)
     means = torch.stack(steps).mean(dim=0).tolist()
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
     error, scale = batch.advantages[rows].var(), batch.returns[rows].var()  # of R - V and R
     metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
+    if agent.number.any():
+        metrics["charts/policy_std"] = agent.actor_logstd.exp().mean().item()
     return metrics
 
 
@@ -1260,17 +1265,16 @@ def stop_signals():
             signal.signal(number, old)
 
 
-def describe(agent: Agent, envs: Envs | WorkerEnvs, args: Args) -> str:
+def describe(agent: Agent, envs: Envs | WorkerEnvs, args: Args) -> list[str]:
     """What is learned from, and the memory that it takes; one clear line if there is less."""
-    lines = [f"{sum(x.numel() for x in agent.parameters()):,} weights"]
     size = (args.num_steps + 1) * sum(x.nbytes for x in envs.obs)
-    lines.append(f"{size / 1e6:.1f} MB of observations a rollout")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if size > memory:
-        fail(f"{lines[-1]}, more than the memory: --num-steps, --num-envs, --resize")
+    if size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        fail(f"{size / 1e9:.0f} GB a rollout: less --num-steps, --num-envs or --resize")
     seen = zip(agent.reader.names(), agent.reader.shapes, strict=True)
-    lines += [f"sees {name} {shape}" for name, shape in seen]
-    return ", ".join(lines + [f"ignores {name}" for name in agent.reader.dropped])
+    lines = [f"sees {name} {shape}" for name, shape in seen]
+    lines += [f"does not see {name}" for name in agent.reader.dropped]
+    weights = sum(x.numel() for x in agent.parameters())
+    return [*lines, f"{weights:,} weights, {size / 1e6:.1f} MB a rollout"]
 
 
 def restore(agent: Agent, checkpoint: dict, folder: Path):
@@ -1306,7 +1310,8 @@ def train(args: Args) -> Path:
             compile_features(agent)
         told = describe(agent, envs, args)
         with stop_signals() as stop, Run(args, checkpoint) as run:
-            run.bar.write(f"{args.env_id} on {device}, {args.num_iterations} iterations, {told}")
+            how = f"{args.env_id} on {device}, {args.num_iterations} iterations"
+            run.bar.write("\n".join([f"{how}, in {run.folder}", *told]))
             save(run, agent, envs)
             while run.iteration < args.num_iterations and not stop:
                 remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0

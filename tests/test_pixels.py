@@ -340,7 +340,8 @@ def test_what_the_network_is_given():
         x["health"] = rng.normal(100, 20, 2).astype(np.float32)
     batch = {key: np.stack([x[key] for x in seen]) for key in space}
     obs = ppo_pixels.as_tensors(agent.observe(batch), "cpu")
-    agent.update_moments(obs)
+    moments = SimpleNamespace(obs=[torch.stack([x, x]) for x in obs], valid=np.ones((1, 64), bool))
+    agent.update_moments(moments)
     (pixels, floats, codes), vectors = agent.normalize(obs)
     assert pixels.shape == (64, 3, 40, 36)
     assert pixels.is_contiguous(memory_format=torch.channels_last)

@@ -123,7 +123,7 @@ def test_a_run_as_a_program(tmp_path):
     done = run(ROOT / "ppo_pixels.py", *flags, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     said = done.stdout + done.stderr
-    assert "sees picture image (36, 36, 1), sees height vector (1,)" in said
+    assert "sees picture image (36, 36, 1)\nsees height vector (1,)\n" in said
     played = run(
         ROOT / "ppo_pixels.py", "--evaluate", str(tmp_path / "run"), "--env-id", GATES,
         "--eval-episodes", "2", cwd=ROOT,
@@ -212,7 +212,7 @@ WRONG = {
     f"--env-id {SAY}": "no actions that can be learned",
     f"--env-id {MASK}": "action_mask has 3 entries, the choices 4",
     "--encoder nature": "too small",
-    "--num-steps 100000000 --total-timesteps 200000000": "MB of observations a rollout",
+    "--num-steps 100000000 --total-timesteps 200000000": "GB a rollout",
     '--env-kwargs {"no_such":1}': "no_such",
 }
 
