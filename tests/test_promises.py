@@ -37,6 +37,7 @@ import ppo_atari_multigpu
 import ppo_cma
 import ppo_continuous_action
 import ppo_kl_adaptive
+import ppo_pixels
 import ppo_procgen
 
 SPACES = {
@@ -62,12 +63,13 @@ SMALL = {
         "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1 "
         "--env-threads 1",
     ),
+    ppo_pixels: f"--env-id PromiseBox-v0 {SIZES} --num-threads 1",
     ppo_procgen: (
         "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1 "
         "--env-threads 1 --num-levels 2 --eval-interval 1 --eval-episodes 2"
     ),
 }
-STEPS = dict(zip(SMALL, (44, 44, 40, 40, 32, 32, 32), strict=True))  # of an iteration
+STEPS = dict(zip(SMALL, (44, 44, 40, 40, 32, 32, 44, 32), strict=True))  # of an iteration
 ALL = pytest.mark.parametrize("script", SMALL, ids=lambda module: module.__name__)
 GYMNASIUM = [ppo, ppo_continuous_action, ppo_cma, ppo_kl_adaptive]
 COMPILED = [script for script in SMALL if script not in (ppo_cma, ppo_kl_adaptive)]
@@ -186,6 +188,12 @@ ITS_OWN = {
         ("--env-id CartPole-v1", "--env-id CartPole-v1: EnvPool has no such Atari game"),
         ("--backend mpl", "mpl"),
     ],
+    ppo_pixels: [
+        *CLIPPED,
+        ("--env-id PromiseNothing-v0", "PromiseNothing"),
+        ("--encoder resnet", "--encoder resnet: auto, nature, impala or small"),
+        ("--resize 84", "--resize 84: height and width are wanted, as 60x80"),
+    ],
     ppo_procgen: [
         *CLIPPED,
         ("--num-minibatches 9", "--minibatch-size 3: not in 4 ..."),
@@ -255,7 +263,7 @@ def test_without_a_compiler_one_line_and_on(script, tmp_path, monkeypatch, capfd
 def test_scripts_start_without_what_only_a_flag_needs():
     """--capture-video and --track; no header names their packages."""
     names = sorted(path.stem for path in ROOT.glob("ppo*.py"))
-    assert len(names) == 9
+    assert len(names) == 10
     hidden = "import importlib, sys; sys.modules |= dict.fromkeys(['moviepy', 'wandb'])"
     code = f"{hidden}; [importlib.import_module(name) for name in {names}]"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
@@ -288,7 +296,7 @@ def test_a_saved_policy_is_complete(script, tmp_path, monkeypatch):
     named = "--save-model --exp-name a/name"  # the file gets the last part
     start(script, f"{named} --total-timesteps {2 * STEPS[script]} --run-dir {folder}")
     agent, args = script.load(folder)
-    if script in GYMNASIUM:
+    if script in (*GYMNASIUM, ppo_pixels):
         envs = gym.make(args.env_id)
     elif script is ppo_procgen:
         envs = Levels
