@@ -81,7 +81,7 @@ class Args:
     )
     env_kwargs: str = "{}"  # arguments of the environment, as JSON
     max_episode_steps: int | None = None  # truncate episodes after that many steps
-    total_timesteps: int = 200_000  # steps in all environments, rounded down to iterations
+    total_timesteps: int = 500_000  # steps in all environments, rounded down to iterations
     learning_rate: float = 1e-3  # Adam's, in the first iteration
     num_envs: int = 16  # environments played side by side
     num_steps: int = 128  # steps in each environment per iteration
