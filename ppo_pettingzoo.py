@@ -60,9 +60,6 @@ class Args:
     torch_deterministic: bool = True  # torch.backends.cudnn.deterministic
     cuda: bool = True  # use a GPU if there is one; networks this small gain little from it
     num_threads: int = 1  # CPU threads of torch; more rarely pay for networks of this size
-    compile: bool = True  # compile the update, if there is a compiler: same results to rounding
-    compile_from: int = 15_000  # but not in a run of fewer gradient steps: it would not pay
-    cudagraphs: bool = False  # on a GPU, compile to CUDA graphs
     track: bool = False  # also log to Weights and Biases
     wandb_project_name: str = "ppo"  # its project
     wandb_entity: str | None = None  # its entity (team)
@@ -112,7 +109,7 @@ class Args:
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
-        low = {"seed": 0, "compile_from": 0, "log_std_init": -9, "minibatch_size": 4}
+        low = {"seed": 0, "log_std_init": -9, "minibatch_size": 4}
         high = {"gamma": 1, "gae_lambda": 1, "log_std_init": 9}
         for name, value in vars(self).items():
             least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
@@ -508,21 +505,32 @@ class Agent(nn.Module):
         mean, std = self.value_moments.mean, (self.value_moments.var + 1e-8).sqrt()
         return self.value(obs) * std.float() + mean.float()
 
+    def scores(self, obs: torch.Tensor) -> torch.Tensor:
+        """Of choices logits [..., C], of Boxes means, at rows [..., W] or `inputs`."""
+        scores = self.actor(obs[..., : self.dim])
+        valid = obs[..., self.dim : self.dim + self.width] > 0
+        return scores if self.roles.boxes else scores.where(valid, -1e8)
+
+    def pick(self, scores: torch.Tensor, noise: torch.Tensor | float) -> torch.Tensor:
+        """Actions [..., B]: a sample, if it is `noise` that is given, or else the likeliest."""
+        if self.roles.boxes:
+            return scores + self.actor_logstd.exp() * noise
+        parts = (scores + noise).split(self.choices, dim=-1)
+        return torch.stack([part.argmax(dim=-1) for part in parts], dim=-1)
+
     def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor | None = None):
         """Action [M, B] (sampled unless given), its log-probability [M], entropy [M], and value [M]
         in the critic's unit, at `inputs` [M, dim + C + ...]. Choices in B branches, or independent
         numbers, whose log-probabilities add up; what an agent lacks has none."""
-        scores, mask = self.actor(obs[..., : self.dim]), obs[..., self.dim : self.dim + self.width]
+        scores = self.scores(obs)
+        if action is None:
+            action = self.pick(scores, torch.as_tensor(self.noise(*scores.shape[:-1])).to(scores))
         if self.roles.boxes:
             normal = torch.distributions.Normal(scores, self.actor_logstd.exp())
-            action = normal.sample() if action is None else action
-            logprob, entropy = normal.log_prob(action) * mask, normal.entropy() * mask
-            return action, logprob.sum(-1), entropy.sum(-1), self.value(obs)
-        scores = scores.where(mask > 0, -1e8)
+            has = obs[..., self.dim : self.dim + self.width]
+            logprob = (normal.log_prob(action) * has).sum(dim=-1)
+            return action, logprob, (normal.entropy() * has).sum(dim=-1), self.value(obs)
         logprobs = [part.log_softmax(-1) for part in scores.split(self.choices, dim=-1)]
-        if action is None:
-            sample = [torch.distributions.Categorical(logits=part).sample() for part in logprobs]
-            action = torch.stack(sample, dim=-1)
         choices = zip(logprobs, action.split(1, dim=-1), strict=True)
         logprob = sum(part.gather(-1, choice).squeeze(-1) for part, choice in choices)
         entropy = sum(-(part.exp() * part).sum(dim=-1) for part in logprobs)
@@ -531,35 +539,22 @@ class Agent(nn.Module):
     forward = get_action_and_value
 
     @torch.no_grad()
-    def numpy_actor(self):
-        """`act` by the policy as it is now, in numpy, on rows [M, W]: fast where they are few."""
-        *hidden, weight, bias = (x.clone().cpu().numpy().T for x in self.actor.parameters())
-        starts = np.cumsum([0, *self.choices[:-1]])
-        std = self.actor_logstd.exp().cpu().numpy() if self.roles.boxes else None
-
-        def act(rows: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
-            x = rows[:, : self.dim]
-            for w, b in zip(hidden[::2], hidden[1::2], strict=True):
-                x = np.tanh(x @ w + b)
-            x = x @ weight + bias
-            if std is not None:
-                return x if noise is None else x + std * noise
-            x = np.where(rows[:, self.dim : self.dim + self.width] > 0, x, np.float32(-1e8))
-            x = x if noise is None else x + noise
-            parts = [x[:, i : i + n] for i, n in zip(starts, self.choices, strict=True)]
-            return np.array([part.argmax(axis=-1) for part in parts]).T
-
-        return act
+    def act_rows(self, rows: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
+        """Actions [M, B], as the network gives them, at rows [M, W]; see `act`."""
+        scores = self.scores(torch.as_tensor(rows, device=self.actor[0].weight.device))
+        noise = torch.as_tensor(0.0 if noise is None else noise).to(scores)
+        return self.pick(scores, noise).cpu().numpy()
 
     def act(self, observations: dict, noise: np.ndarray | None = None, infos: dict | None = None):
-        """The likeliest (mean) action of each agent or, given `noise(len(observations))`, samples:
-        from what PettingZoo's `reset` and `step` return by name, of one agent or of more."""
-        numbers = {name: self.roles.names.index(name) for name in observations}
-        infos = infos or {}
-        rows = [self.roles.row(i, observations[k], infos.get(k, {})) for k, i in numbers.items()]
-        actions = self.numpy_actor()(np.stack(rows), noise)
-        pairs = zip(numbers.items(), actions, strict=True)
-        return {name: self.roles.action(i, action) for (name, i), action in pairs}
+        """By name the likeliest (mean) action of each agent or, given `noise(len(observations))`,
+        samples: from observations (and infos) by name as PettingZoo gives them, of one or more."""
+        names, infos = list(observations), infos or {}
+        numbers = [self.roles.names.index(name) for name in names]
+        pairs = zip(numbers, names, strict=True)
+        rows = [self.roles.row(i, observations[name], infos.get(name, {})) for i, name in pairs]
+        found = zip(numbers, self.act_rows(np.stack(rows), noise), strict=True)
+        actions = [self.roles.action(i, action) for i, action in found]
+        return dict(zip(names, actions, strict=True))
 
     def noise(self, *shape: int) -> np.ndarray:
         """Noise for `shape` actions. Gumbel's, for choices: the argmax of it and log-probabilities
@@ -632,39 +627,9 @@ def ppo_loss(agent, args, obs, actions, old_logprobs, advantages, returns, old_v
     return loss, metrics | {"clipfrac": mean(((ratio - 1.0).abs() > args.clip_coef).float())}
 
 
-def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
-    """Adam's state for all parameters as one vector [P], of which the agent's become views."""
-    vector = nn.utils.parameters_to_vector(agent.parameters()).detach()
-    nn.utils.vector_to_parameters(vector, agent.parameters())
-    state = {name: torch.zeros_like(vector) for name in ("exp_avg", "exp_avg_sq")}
-    return {"parameters": vector.requires_grad_(), "steps": vector.new_zeros(()), **state}
-
-
-def minibatch_step(agent: Agent, adam: dict, batch: tuple, rows, learning_rate, args: Args):
-    """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; metrics."""
-    parts = iter(adam["parameters"].split([p.numel() for p in agent.parameters()]))
-    views = {name: next(parts).view(p.shape) for name, p in agent.named_parameters()}
-
-    def policy(*given):
-        return torch.func.functional_call(agent, views, given)
-
-    loss, metrics = ppo_loss(policy, args, *[x[rows] for x in batch])
-    (grad,) = torch.autograd.grad(loss, adam["parameters"])
-    with torch.no_grad():
-        norm = grad.norm()  # over all parameters (detail 11)
-        grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        adam["steps"] += 1.0
-        adam["exp_avg"].lerp_(grad, 0.1)  # betas 0.9 and 0.999, eps 1e-5 (detail 3)
-        adam["exp_avg_sq"].mul_(0.999).addcmul_(grad, grad, value=0.001)
-        mean = adam["exp_avg"] / (1.0 - 0.9 ** adam["steps"])
-        square = adam["exp_avg_sq"] / (1.0 - 0.999 ** adam["steps"])
-        adam["parameters"] -= learning_rate * mean / (square.sqrt() + 1e-5)
-        return [*metrics, "grad_norm"], torch.stack([*metrics.values(), norm])
-
-
-def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=minibatch_step):
+def update(agent: Agent, data: Rollout, learning_rate: float, args: Args):
     """One iteration of learning from a rollout; returns the metrics, averaged over minibatches."""
-    device = agent.adam["parameters"].device
+    device = agent.actor[0].weight.device
     obs, actions = (torch.as_tensor(x, device=device) for x in (data.obs, data.actions))
     obs = agent.inputs(obs)
     values = agent.get_value(obs).detach()
@@ -684,20 +649,25 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
     batch = [x.flatten(0, 2) for x in fields]  # [T * N * A, ...]
 
     rows, steps = np.flatnonzero(learned), []  # what is learned from; metrics of each step
-    learning_rate = torch.tensor(learning_rate, device=device)
+    agent.adam.param_groups[0]["lr"] = learning_rate
     for _ in range(args.update_epochs):
         order = torch.as_tensor(agent.rng.permutation(rows), device=device)
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
         for minibatch in order.tensor_split(args.num_minibatches):
-            names, numbers = step(agent, agent.adam, batch, minibatch, learning_rate, args)
-            steps.append(numbers.clone())  # CUDA graphs write into theirs again
-        approx_kl = torch.stack(steps[-args.num_minibatches :])[:, names.index("approx_kl")]
+            loss, metrics = ppo_loss(agent, args, *[x[minibatch] for x in batch])
+            agent.adam.zero_grad()
+            loss.backward()
+            # over all parameters (detail 11)
+            metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            agent.adam.step()
+            steps.append(torch.stack([*metrics.values()]).detach())
+        approx_kl = torch.stack(steps[-args.num_minibatches :])[:, [*metrics].index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
     means = torch.stack(steps).mean(dim=0).tolist()
     returns, old_values = batch[4][rows], batch[5][rows]
     unexplained = (returns - old_values).var() / returns.var().clamp(min=1e-12)
-    metrics = {f"losses/{name}": mean for name, mean in zip(names, means, strict=True)}
+    metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
     return metrics | {"losses/explained_variance": 1.0 - unexplained.item()}
 
 
@@ -710,12 +680,12 @@ def rollout(agent: Agent, envs: Envs, run: "Run", args: Args) -> Rollout:
     terminated = np.zeros((T, N, A), bool)
     truncated = np.zeros((T, N, A), bool)
     running = np.zeros((T, N, A), bool)
-    noise, act = agent.noise(T, N, A), agent.numpy_actor()
+    noise = agent.noise(T, N, A)
     for t in range(T):
         obs[t] = envs.obs
         running[t] = ~envs.over[:, None]
         run.global_step += int((~envs.over).sum())
-        choice = act(obs[t].reshape(N * A, W), noise[t].reshape(N * A, -1))
+        choice = agent.act_rows(obs[t].reshape(N * A, W), noise[t].reshape(N * A, -1))
         actions.append(choice.reshape(N, A, -1))
         rewards[t], terminated[t], truncated[t] = envs.step(actions[t])
         for _, returns, length, deaths in envs.ended:
@@ -794,7 +764,7 @@ class Run:
 def save(run: Run, agent: Agent, envs: Envs):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    state = {"args": vars(run.args), "agent": agent.state_dict(), "adam": agent.adam}
+    state = {"args": vars(run.args), "agent": agent.state_dict(), "adam": agent.adam.state_dict()}
     state |= {"rng": agent.rng.bit_generator.state, "played": envs.played()}
     state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.csv.tell()
     state["agent_steps"] = run.agent_steps
@@ -832,12 +802,12 @@ def play(agent: Agent, env, args: Args, greedy: bool) -> tuple[np.ndarray, list]
     """Returns [episodes, A] of greedy or drawn actions, always of the same episodes; and the first
     one's frames, with `capture_video`."""
     episodes = Episodes(env, replace(args, seed=episode_seed(args.seed, 2**31)), 0)
-    act, returns, frames = agent.numpy_actor(), [], []
+    returns, frames = [], []
     for episode in range(args.eval_episodes):
         episodes.reset()
         while not episodes.over:
             noise = None if greedy else agent.noise(len(episodes.obs))
-            episodes.step(act(episodes.obs, noise))
+            episodes.step(agent.act_rows(episodes.obs, noise))
             if episode == 0 and args.capture_video:
                 frames.append(env.render())
             if episodes.length > 100_000:
@@ -873,28 +843,6 @@ def evaluate(args: Args) -> list[float]:
 
 
 # --- training -------------------------------------------------------------------------------------
-def compile_step(agent: Agent, args: Args):
-    """`minibatch_step` compiled; as it is in a short run, or if no compiler works."""
-    steps = args.num_iterations * args.update_epochs * args.num_minibatches
-    if not args.compile or steps < args.compile_from:
-        return minibatch_step
-    options = {"cpp_wrapper": agent.adam["steps"].is_cpu, "triton.cudagraphs": args.cudagraphs}
-    options |= {"cpp.vec_isa_ok": True, "cpp.use_decompose_tanh": True}  # starts, and runs, faster
-    try:
-        torch.compiler.reset()  # of another agent in this process
-        torch._dynamo.config.trace_autograd_ops = True
-        torch.compile(lambda x: x + 1, options=options)(agent.adam["steps"])
-    except Exception as error:  # whatever a missing, old or broken compiler raises
-        print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
-        return minibatch_step
-    for tensor in agent.adam.values() if args.cudagraphs else ():  # which change these in place
-        torch._dynamo.mark_static_address(tensor, guard=False)
-    # the shapes and types of an agent do not change, but for the number of rows: no guards
-    options["guard_filter_fn"] = lambda guards: [False] * len(guards)
-    torch.compiler.config.dynamic_sources = "L['rows']"
-    return torch.compile(minibatch_step, fullgraph=True, options=options)
-
-
 def train(args: Args) -> Path:
     """Train, or go on training; returns the run's folder."""
     torch.set_num_threads(args.num_threads)
@@ -904,11 +852,10 @@ def train(args: Args) -> Path:
     envs = Envs(args, checkpoint)
     torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
     agent = load(args.resume, envs.env)[0] if args.resume else Agent(envs.env, args)
-    agent.adam = flat_adam(agent.to(device))
-    for name, value in checkpoint.get("adam", {}).items():
-        agent.adam[name].data.copy_(value)
+    agent.adam = torch.optim.Adam(agent.to(device).parameters(), eps=1e-5, fused=True)  # (detail 3)
+    if args.resume:
+        agent.adam.load_state_dict(checkpoint["adam"])
     agent.rng.bit_generator.state = checkpoint.get("rng", agent.rng.bit_generator.state)
-    step = compile_step(agent, args)
     run = Run(args, checkpoint, agent.roles.names)
     run.bar.write(f"{args.env_id} on {device}, {args.num_iterations} iterations, in {run.folder}")
     stop, status = [], "failed"
@@ -926,7 +873,7 @@ def train(args: Args) -> Path:
             remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
             learning_rate = remaining * args.learning_rate  # annealed (detail 4)
             data = rollout(agent, envs, run, args)
-            metrics = update(agent, data, learning_rate, args, step)
+            metrics = update(agent, data, learning_rate, args)
             checked = {"observations": data.obs, "rewards": data.rewards} | metrics
             for name, x in (checked | agent.state_dict()).items():
                 if not torch.as_tensor(x).isfinite().all():
