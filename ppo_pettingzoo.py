@@ -104,7 +104,7 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # largest norm of the gradient over all parameters
     target_kl: float | None = None  # no further epoch once the mean approx_kl of one exceeds it
-    log_std_init: float = 0.0  # of Box actions: initial log standard deviation, in half boxes
+    log_std_init: float = -0.7  # Box actions: initial log standard deviation, in half boxes
     action_masks: bool = True  # actions that an environment names invalid have probability 0
     agent_id: bool = True  # an agent sees its number, one-hot; not for dozens that are alike
     critic: str = (
@@ -123,8 +123,6 @@ class Args:
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
-        if self.value_norm is None:
-            self.value_norm = self.team_reward or self.critic != "local"
         low = {"seed": 0, "env_workers": 0, "log_std_init": -9, "minibatch_size": 2}
         high = {"gamma": 1, "gae_lambda": 1, "log_std_init": 9, "env_workers": self.num_envs}
         check(self, low, high)
@@ -589,6 +587,9 @@ class Agent(nn.Module):
     def __init__(self, env, args: Args | None = None):
         super().__init__()
         self.args = args or Args()
+        self.value_norm = self.args.value_norm
+        if self.value_norm is None:
+            self.value_norm = self.args.team_reward or self.args.critic != "local"
         self.roles = Roles(env.observation_space, env.action_space, self.args)
         self.dim, self.there = self.roles.mask, self.roles.there
         self.width, self.choices = self.there - self.dim, self.roles.choices  # C
@@ -625,7 +626,7 @@ class Agent(nn.Module):
     def get_value(self, inputs: torch.Tensor) -> torch.Tensor:
         """V [...] at inputs [..., I]."""
         value = self.scaled_value(inputs)
-        if not self.args.value_norm:
+        if not self.value_norm:
             return value
         moments = self.value_moments
         return (value * (moments.var + 1e-8).sqrt() + moments.mean).float()
@@ -651,10 +652,11 @@ class Agent(nn.Module):
         if action is None:
             action = self.choose(scores, torch.tensor(self.noise(*scores.shape[:-1])).to(scores))
         if self.roles.boxes:
-            normal = torch.distributions.Normal(scores, self.actor_logstd.exp())
-            has = inputs[..., self.dim : self.there]
-            logprob = (normal.log_prob(action) * has).sum(dim=-1)
-            return action, logprob, (normal.entropy() * has).sum(dim=-1), self.scaled_value(inputs)
+            has, logstd = inputs[..., self.dim : self.there], self.actor_logstd
+            z = (action - scores) * torch.exp(-logstd)
+            logprob = (-0.5 * z.square() - logstd - 0.5 * math.log(2.0 * math.pi)) * has
+            entropy = (logstd + 0.5 * math.log(2.0 * math.pi * math.e)) * has
+            return action, logprob.sum(-1), entropy.sum(-1), self.scaled_value(inputs)
         logprobs = [part.log_softmax(-1) for part in scores.split(self.choices, dim=-1)]
         choices = zip(logprobs, action.split(1, dim=-1), strict=True)
         logprob = sum(part.gather(-1, choice).squeeze(-1) for part, choice in choices)
@@ -783,7 +785,7 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args):
     returns = advantages + values[:-1]
     # the return of a team, and so its value, goes on after an agent's death
     learned = data.running if args.team_reward else data.valid
-    if args.value_norm and learned.any():
+    if agent.value_norm and learned.any():
         moments = agent.value_moments
         moments.update(returns.cpu().numpy()[learned])
         returns = ((returns - moments.mean) / (moments.var + 1e-8).sqrt()).float()
@@ -833,9 +835,9 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, run: "Run", args: Args) -> Ro
     for t in range(T):
         obs[t] = envs.obs
         running[t] = ~envs.over[:, None]
-        run.global_step += int(np.count_nonzero(~envs.over))
         actions.append(agent.act_on_rows(obs[t], noise[t]))
         rewards[t], terminated[t], truncated[t] = envs.step(actions[t])
+        run.global_step += int(np.count_nonzero(running[t, :, 0]))
         if envs.ended:
             run.log_episodes(envs.ended)
     obs[T] = envs.obs
