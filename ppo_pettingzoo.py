@@ -47,6 +47,7 @@ import zipfile
 from collections import OrderedDict, deque
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, get_args, get_type_hints
 
@@ -69,7 +70,6 @@ class Args:
     torch_deterministic: bool = True  # torch.backends.cudnn.deterministic
     cuda: bool = True  # use a GPU if there is one; networks this small gain little from it
     num_threads: int = 1  # CPU threads of torch; more rarely pay for networks of this size
-    env_workers: int = 0  # processes for the environments: pays where a step takes 0.5 ms or more
     track: bool = False  # also log to Weights and Biases
     wandb_project_name: str = "ppo"  # its project
     wandb_entity: str | None = None  # its entity (team)
@@ -82,15 +82,23 @@ class Args:
     eval_episodes: int = 10  # episodes played by --evaluate, each way
     checkpoint_interval: int = 20  # iterations between checkpoints
 
-    # Algorithm
+    # Environments
     env_id: str = (
-        "mpe2.simple_speaker_listener_v4"  # or sisl/pursuit_v5, module:function, module:Id
+        "mpe2.simple_speaker_listener_v4"  # or sisl/pursuit_v5, CartPole-v1, your module:make
     )
-    env_kwargs: str = "{}"  # the environment's arguments, as JSON
+    env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
+    env_workers: int = 0  # processes that step the environments; 0: this one
+    num_envs: int = 16  # environments played side by side
     max_episode_steps: int | None = None  # truncate episodes after that many steps
+    agent_id: bool = True  # an agent sees its number, one-hot; not for dozens that are alike
+    action_masks: bool = True  # actions that an environment names invalid have probability 0
+
+    # Algorithm
+    critic: str = "local"  # sees what its agent does; concatenated: what all do; state: env.state()
+    team_reward: bool = False  # rewards are summed over agents, and a death ends no return
+    value_norm: bool | None = None  # scale returns; None: with a joint reward or critic
     total_timesteps: int = 500_000  # steps in all environments, rounded down to iterations
     learning_rate: float = 1e-3  # Adam's, in the first iteration
-    num_envs: int = 16  # environments played side by side
     num_steps: int = 128  # steps in each environment per iteration
     anneal_lr: bool = True  # lower the learning rate linearly
     gamma: float = 0.99  # discount factor
@@ -105,15 +113,6 @@ class Args:
     max_grad_norm: float = 0.5  # largest norm of the gradient over all parameters
     target_kl: float | None = None  # no further epoch once the mean approx_kl of one exceeds it
     log_std_init: float = -0.7  # Box actions: initial log standard deviation, in half boxes
-    action_masks: bool = True  # actions that an environment names invalid have probability 0
-    agent_id: bool = True  # an agent sees its number, one-hot; not for dozens that are alike
-    critic: str = (
-        "local"  # sees what the agent sees; concatenated: what all see; state: env.state()
-    )
-    team_reward: bool = False  # rewards are summed over agents, and a death ends no return
-    value_norm: bool | None = (
-        None  # learn scaled returns; default: if the reward or critic is joint
-    )
     batch_size: int = 0  # computed: num_envs * num_steps
     minibatch_size: int = 0  # computed: batch_size // num_minibatches
     num_iterations: int = 0  # computed: total_timesteps // batch_size
@@ -161,12 +160,12 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
     if args.resume and args.num_envs != saved.num_envs:
         fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
-    needed = {"wandb": args.track, "moviepy": args.capture_video}
-    for package, wanted in needed.items():
-        if wanted and importlib.util.find_spec(package) is None:
-            fail(f"{package} is not installed: pip install {package}")
-    if args.capture_video:
-        drawn_env(args).close()  # what is missing is better known before training
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("--track: wandb is not installed: pip install wandb")
+    if args.capture_video:  # what is missing is better known before training
+        if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
+            fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
+        drawn_env(args).close()
     return args
 
 
@@ -452,11 +451,15 @@ class Envs:
             rewards[i], terminated[i], truncated[i] = self.play(i, action)
             if self.over[i]:
                 numbers = self.returns[i].copy(), len(self.actions[i]), int(self.deaths[i])
-                self.ended.append((i, *numbers))
+                self.ended.append((self.numbers[i], *numbers))
         return rewards, terminated, truncated
 
+    def shown(self) -> dict[str, np.ndarray]:
+        """What is to be seen of the environments from outside, [N, ...] each."""
+        return {"obs": self.obs, "over": self.over}
+
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """What plays the running episodes again: their numbers and actions so far, [t, A, B]."""
+        """What plays the running episodes again: their numbers and actions so far."""
         return [(n, np.array(x)) for n, x in zip(self.episodes, self.actions, strict=True)]
 
     def close(self):
@@ -474,7 +477,7 @@ def work(pipe, args: Args, numbers: list[int], played: list | None):
         with contextlib.closing(own_envs(args, numbers, played)) as envs:
             result = envs.observation_space, envs.action_space
             while True:
-                pipe.send((envs.obs, envs.over, envs.ended, result))
+                pipe.send((envs.shown(), envs.ended, result))
                 method, *given = pipe.recv()
                 result = getattr(envs, method)(*given)
     except BaseException as error:
@@ -497,7 +500,11 @@ class WorkerEnvs:
             process.start()
             theirs.close()
             self.workers.append((process, ours, slice(numbers[0], numbers[-1] + 1)))
-        self.observation_space, self.action_space = self.receive()[0]
+        try:
+            self.observation_space, self.action_space = self.receive()[0]
+        except BaseException:
+            self.close()
+            raise
 
     def receive(self) -> list:
         """What each worker answers; their states are joined to this one's."""
@@ -511,26 +518,28 @@ class WorkerEnvs:
                 raise RuntimeError(f"{why}: not enough memory?") from None
             if isinstance(replies[-1], BaseException):
                 raise replies[-1]
-        obs, over, ended, results = zip(*replies, strict=True)
-        self.obs, self.over = np.concatenate(obs), np.concatenate(over)
+        shown, ended, results = zip(*replies, strict=True)
+        for name in shown[0]:  # obs, over ... [N, ...]
+            setattr(self, name, np.concatenate([part[name] for part in shown]))
         self.ended = [*itertools.chain(*ended)]
         return results
 
     def step(self, actions: np.ndarray):
-        """Take actions [N, A]: rewards, terminated, truncated [N]."""
+        """Take actions [N, branches]: rewards, terminated, truncated [N]."""
         for _, pipe, share in self.workers:
             pipe.send(("step", actions[share]))
         return [np.concatenate(parts) for parts in zip(*self.receive(), strict=True)]
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """What plays the running episodes again: their numbers and actions so far, [t, A]."""
+        """What plays the running episodes again: their numbers and actions so far."""
         for _, pipe, _ in self.workers:
             pipe.send(("played",))
         return [*itertools.chain(*self.receive())]
 
     def close(self):
-        for process, pipe, _ in self.workers:
+        for _, pipe, _ in self.workers:
             pipe.close()
+        for process, _, _ in self.workers:
             process.join(5)
             process.kill()  # if an environment does not end
         self.workers = []
@@ -604,6 +613,7 @@ class Agent(nn.Module):
         if self.roles.boxes:  # a deviation for each dimension, the same in every state
             self.actor_logstd = nn.Parameter(torch.full((self.width,), self.args.log_std_init))
         self.value_moments = RunningMoments()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))  # of all agents, learned
         self.rng = np.random.default_rng(self.args.seed)  # of actions and minibatches
 
     def inputs(self, obs: torch.Tensor) -> torch.Tensor:
@@ -813,12 +823,12 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args):
         approx_kl = torch.stack(steps[-num_minibatches:])[:, [*metrics].index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
+    agent.steps += int(np.count_nonzero(data.valid))
     means = torch.stack(steps).mean(dim=0).tolist()
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
-    returns, errors = batch.returns[rows], (batch.returns - batch.values)[rows]
-    unexplained = errors.var() / returns.var().clamp(min=1e-12)
-    metrics["losses/explained_variance"] = 1.0 - unexplained.item()
-    return metrics
+    error, scale = (batch.returns - batch.values)[rows].var(), batch.returns[rows].var()
+    metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
+    return metrics | {"charts/agent_steps": agent.steps.item()}
 
 
 # --- rollout --------------------------------------------------------------------------------------
@@ -839,26 +849,37 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, run: "Run", args: Args) -> Ro
         rewards[t], terminated[t], truncated[t] = envs.step(actions[t])
         run.global_step += int(np.count_nonzero(running[t, :, 0]))
         if envs.ended:
-            run.log_episodes(envs.ended)
+            means = [(i, float(own.mean()), length) for i, own, length, _ in envs.ended]
+            run.log_episodes(means)
+            log_agents(run, agent.roles.names, envs.ended)
     obs[T] = envs.obs
     valid = obs[:T, ..., agent.dim : agent.there].any(axis=-1)
     waits = obs[..., agent.there + 1] > 0
-    run.agent_steps += int(np.count_nonzero(valid))
     actions = np.stack(actions)
     return Rollout(obs, actions, rewards, terminated, truncated, running, valid, waits)
 
 
+def log_agents(run: "Run", names: list[str], ended: list[tuple[int, np.ndarray, int, int]]):
+    """For TensorBoard, means over the episodes that one step has ended: the team's return, deaths,
+    and each agent's return; with more than eight, of those whose names differ by a number."""
+    _, returns, _, deaths = zip(*ended, strict=True)
+    returns = np.mean(returns, axis=0)  # [A]
+    numbers = {"team_return": returns.sum(), "deaths": np.mean(deaths)}
+    kinds = [n if len(names) <= 8 else n.rstrip("_0123456789") for n in names]
+    for kind in dict.fromkeys(kinds):
+        numbers[f"return/{kind}"] = returns[[own == kind for own in kinds]].mean()
+    for tag, number in numbers.items():
+        run.writer.add_scalar(f"charts/{tag}", number, run.global_step)
+
+
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's folder, its logs and its counters. The folder is one run's as long as this is open."""
+    """A run's folder, its logs and its counters. While this is open, the folder is its alone."""
 
-    def __init__(self, args: Args, checkpoint: dict, names: list[str]):
+    def __init__(self, args: Args, checkpoint: dict):
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
         self.global_step, self.iteration, seconds, rows = checkpoint.get("counters", (0, 0, 0.0, 0))
         self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
-        self.agent_steps = checkpoint.get("agent_steps", 0)
-        # of many agents those that differ by their numbers alone are logged together
-        self.names = [n if len(names) <= 8 else n.rstrip("_0123456789") for n in names]
         self.start = time.monotonic() - seconds
         self.status = "failed"  # until training has ended well
         self.folder = args.resume or args.run_dir
@@ -887,12 +908,9 @@ class Run:
             import wandb  # before the writer, which it follows
 
             project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            same = {
-                "id": checkpoint.get("wandb"),
-                "resume": "allow",
-            }  # one run, however often resumed
-            config = {"config": vars(self.args), "sync_tensorboard": True}
-            self.wandb = wandb.init(name=self.folder.name, **project, **same, **config)
+            more = {"config": vars(self.args), "sync_tensorboard": True}
+            more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one, however often resumed
+            self.wandb = wandb.init(name=self.folder.name, **project, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
@@ -914,30 +932,22 @@ class Run:
                 self.folder.rmdir()
         self.csv.close()
 
-    def log_episodes(self, ended: list[tuple[int, np.ndarray, int, int]]):
-        """Log the (environment, returns [A], length, deaths) of the episodes that one step has
-        ended: the mean over agents as a row each, and means for TensorBoard, which has one value a
-        step."""
-        for _, returns, length, _ in ended:
-            episodic_return, seconds = float(returns.mean()), time.monotonic() - self.start
+    def log_episodes(self, ended: list[tuple[int, float, int]]):
+        """Log the (environment, return, length) of the episodes that one step has ended: a row
+        each, and for TensorBoard, which has one value a step, their mean."""
+        for _, episodic_return, length in ended:
+            seconds = time.monotonic() - self.start
             self.csv.write(f"{self.global_step},{seconds:.2f},{episodic_return},{length}\n")
             self.bar.write(f"global_step={self.global_step}, episodic_return={episodic_return:.4f}")
             self.returns.append(episodic_return)
         self.rows += len(ended)
-        _, returns, lengths, deaths = zip(*ended, strict=True)
-        returns = np.mean(returns, axis=0)  # [A]
-        metrics = {"episodic_return": returns.mean(), "team_return": returns.sum()}
-        metrics |= {"episodic_length": np.mean(lengths), "deaths": np.mean(deaths)}
-        for name in dict.fromkeys(self.names):
-            alike = [own == name for own in self.names]
-            metrics[f"return/{name}"] = returns[alike].mean()
-        for tag, value in metrics.items():
-            self.writer.add_scalar(f"charts/{tag}", value, self.global_step)
+        _, returns, lengths = zip(*ended, strict=True)
+        self.writer.add_scalar("charts/episodic_return", np.mean(returns), self.global_step)
+        self.writer.add_scalar("charts/episodic_length", np.mean(lengths), self.global_step)
 
     def log(self, metrics: dict[str, float]):
         self.iteration += 1
         self.bar.update(self.global_step - self.bar.n)
-        metrics["charts/agent_steps"] = self.agent_steps
         metrics["charts/SPS"] = int(self.global_step / (time.monotonic() - self.start))
         for tag, value in metrics.items():
             self.writer.add_scalar(tag, value, self.global_step)
@@ -967,7 +977,7 @@ def new_folder(args: Args) -> Path:
 
 
 def refuse_links(folder: Path):
-    """One clear line if a folder, perhaps a stranger's, has links: a run would write through them."""
+    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
     for path in folder.rglob("*"):
         if path.is_symlink():
             fail(f"{path} is a link: a run writes into its own folder alone")
@@ -980,7 +990,6 @@ def save(run: Run, agent: Agent, envs):
     state |= {"adam": agent.adam.state_dict(), "rng": agent.rng.bit_generator.state}
     state["played"] = [(episode, torch.tensor(x)) for episode, x in envs.played()]
     state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.rows
-    state["agent_steps"] = run.agent_steps
     state |= {"returns": list(run.returns), "wandb": run.wandb and run.wandb.id}
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
@@ -1114,6 +1123,13 @@ def restore(agent: Agent, checkpoint: dict, folder: Path):
         fail(f"{folder}: its checkpoint does not fit: {error!r}")
 
 
+def check_finite(iteration: int, values: dict):
+    """FloatingPointError that names the first value with a NaN or an infinity."""
+    for name, x in values.items():
+        if not torch.as_tensor(x).isfinite().all():
+            raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
+
+
 def train(args: Args) -> Path:
     """Train, or go on training; returns the run's folder."""
     torch.set_num_threads(args.num_threads)
@@ -1127,20 +1143,17 @@ def train(args: Args) -> Path:
         agent.adam = torch.optim.Adam(parameters, eps=1e-5, fused=True)  # (detail 3)
         if args.resume:
             restore(agent, checkpoint, args.resume)
-        with stop_signals() as stop, Run(args, checkpoint, agent.roles.names) as run:
-            run.bar.write(
-                f"{args.env_id} on {device}, {args.num_iterations} iterations, in {run.folder}"
-            )
+        with stop_signals() as stop, Run(args, checkpoint) as run:
+            how = f"{args.env_id} on {device}, {args.num_iterations} iterations"
+            run.bar.write(f"{how}, in {run.folder}")
             save(run, agent, envs)
             while run.iteration < args.num_iterations and not stop:
                 remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
                 learning_rate = remaining * args.learning_rate  # annealed (detail 4)
                 data = rollout(agent, envs, run, args)
                 metrics = update(agent, data, learning_rate, args)
-                checked = {"observations": data.obs, "rewards": data.rewards} | metrics
-                for name, x in (checked | agent.state_dict()).items():
-                    if not torch.as_tensor(x).isfinite().all():
-                        raise FloatingPointError(f"iteration {run.iteration}: {name} is not finite")
+                check_finite(run.iteration, {"observations": data.obs, "rewards": data.rewards})
+                check_finite(run.iteration, metrics | agent.state_dict())
                 run.log(metrics | {"charts/learning_rate": learning_rate})
                 if run.iteration % args.checkpoint_interval == 0:
                     save(run, agent, envs)

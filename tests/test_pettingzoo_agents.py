@@ -63,10 +63,14 @@ class Log:
     """What rollout needs of a Run."""
 
     def __init__(self):
-        self.global_step, self.agent_steps, self.iteration, self.ended = 0, 0, 0, []
+        self.global_step, self.iteration, self.ended, self.writer = 0, 0, [], self
 
     def log_episodes(self, ended):
         self.ended += ended
+
+    def add_scalar(self, tag, value, step):
+        if tag == "charts/deaths":
+            self.deaths = value
 
 
 def roll(env, flags: str = "", n: int = 2, steps: int = 16):
@@ -142,8 +146,9 @@ def test_valid_rows_are_those_of_agents_that_lived_and_acted():
     assert np.argwhere(data.terminated[:, 0]).tolist() == [[1, 0]]
     assert np.argwhere(data.truncated[:, 0]).tolist() == [[4, 2], [5, 1]]
     assert data.obs[5, 0, 2, 0] != 0  # the true last observation of who was stopped
-    assert (log.global_step, log.agent_steps) == (7, 12)
-    assert [(length, deaths) for _, _, length, deaths in log.ended] == [(6, 1)]
+    assert (log.global_step, data.valid.sum()) == (7, 12)
+    assert [length for _, _, length in log.ended] == [6]
+    assert log.deaths == 1
 
 
 def test_an_agent_that_vanishes_counts_as_dead_with_a_warning():
@@ -196,7 +201,7 @@ def test_turns_idle_rows_and_their_rewards():
     played = data.actions[:6, 0, :, 0]
     expected = np.where(data.valid[:6, 0], played, -1.0)
     np.testing.assert_array_equal(data.rewards[:6, 0], expected)
-    np.testing.assert_array_equal(log.ended[0][1], expected.sum(axis=0))
+    assert log.ended[0][1] == expected.sum() / 2
 
 
 # --- advantages -----------------------------------------------------------------------------------
@@ -250,7 +255,7 @@ def test_team_reward_is_the_sum_and_ends_for_all_at_once():
         lambda: agents_toy.Drift(dies={"drone_0": 2}), "--team-reward", n=1, steps=7
     )
     np.testing.assert_array_equal(data.rewards[:, 0, 0], data.rewards[:, 0, 1])
-    assert data.rewards[:6].sum() / 2 == pytest.approx(log.ended[0][1].sum())
+    assert data.rewards[:6].sum() / 2 == pytest.approx(2 * log.ended[0][1])
     assert not data.terminated.any()
     assert data.truncated[:, 0].T.astype(int).tolist() == [[0, 0, 0, 0, 0, 1, 0]] * 2
     both = {"drone_0": 2, "drone_1": 4}
@@ -550,7 +555,7 @@ def test_what_is_logged(tmp_path):
     means = [value for _, value in told["charts/episodic_return"]]
     np.testing.assert_allclose(np.mean(parts, axis=0), means, rtol=1e-5)
     agent_steps = told["charts/agent_steps"][-1][1]
-    assert agent_steps == checkpoint["agent_steps"] < 3 * checkpoint["counters"][0]
+    assert agent_steps == checkpoint["agent"]["steps"] < 3 * checkpoint["counters"][0]
     assert (tmp_path / "run/episodes.csv").read_text().startswith("global_step,seconds,return,len")
     between = 3 * STEPS - checkpoint["counters"][0]  # rows after an episode's end
     assert 0 <= len(rows(tmp_path / "run")) - 1 - between <= 4
@@ -558,15 +563,15 @@ def test_what_is_logged(tmp_path):
 
 def test_many_agents_are_logged_by_the_names_without_numbers(tmp_path):
     names = ["red_0", "red_1", "blue_0", *[f"blue_{i}" for i in range(1, 7)]]
-    args = replace(small(), run_dir=tmp_path / "run")
-    with script.Run(args, {}, names) as log:
-        log.log_episodes([(0, np.arange(9.0), 5, 2), (1, np.arange(9.0) + 2, 7, 0)])
+    with script.Run(replace(small(), run_dir=tmp_path / "run"), {}) as log:
+        ended = [(0, np.arange(9.0), 5, 2), (1, np.arange(9.0) + 2, 7, 0)]
+        log.global_step = 7
+        script.log_agents(log, names, ended)
         log.status = "finished"
     told = {name: values[0][1] for name, values in scalars(tmp_path / "run").items()}
     assert told["charts/return/red"] == 1.5
     assert told["charts/return/blue"] == 6
-    assert (told["charts/episodic_return"], told["charts/team_return"]) == (5, 45)
-    assert (told["charts/episodic_length"], told["charts/deaths"]) == (6, 1)
+    assert (told["charts/team_return"], told["charts/deaths"]) == (45, 1)
 
 
 def test_a_saved_policy_acts_for_one_agent_and_for_all(tmp_path):
