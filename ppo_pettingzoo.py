@@ -57,7 +57,7 @@ import pettingzoo
 import torch
 import torch.nn as nn
 import tyro
-from gymnasium.utils.save_video import save_video
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from pettingzoo.utils.conversions import turn_based_aec_to_parallel_wrapper
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -219,9 +219,11 @@ class Gymnasium:
 
 
 def is_known(env_id: str) -> bool:
-    """Whether an id names no module, or one of those above."""
-    module = env_id.rpartition(":")[0] or env_id.rpartition(".")[0]
-    return "/" in env_id or module.split(".")[0] in {"", *KNOWN}
+    """Whether an id names no module, or one of the packages above."""
+    module, colon, name = env_id.rpartition(":")
+    if colon:
+        return module in KNOWN
+    return "/" in name or "." not in name or name.split(".")[0] in KNOWN
 
 
 def find_maker(env_id: str):
@@ -263,12 +265,12 @@ def make_env(env_id: str, **options):
 
 
 def branches(space: gym.Space) -> list[int]:
-    """How many choices each branch of an action has; for a Box, how many dimensions."""
-    if isinstance(space, gym.spaces.Box):
-        return [math.prod(space.shape)]
-    # a Discrete space is one branch, a MultiBinary n of two
-    sizes = getattr(space, "nvec", np.full(space.shape, 2 if space.shape else space.n))
-    return np.ravel(sizes).tolist()
+    """How many choices each branch has: a Discrete space is one, a MultiBinary one n of two."""
+    if isinstance(space, Discrete):
+        return [int(space.n)]
+    if isinstance(space, MultiBinary):
+        return [2] * math.prod(space.shape)
+    return space.nvec.ravel().tolist()
 
 
 class Roles:
@@ -287,11 +289,16 @@ class Roles:
                 fail(f"{said} a vector is wanted, or a Dict of observation and action_mask")
             if gym.spaces.flatdim(space) > 20_000:
                 fail(f"{said} above 20,000 numbers; shrink them in your own module:function")
-            if not (hasattr(actions, "n") or hasattr(actions, "nvec") or actions.dtype.kind == "f"):
+            real = isinstance(actions, Box) and actions.dtype.kind == "f"
+            if not real and not isinstance(actions, Discrete | MultiDiscrete | MultiBinary):
                 fail(f"{said} choices are wanted, or a Box of real numbers")
             self.seen.append(space)
-        sizes = [branches(space) for space in self.actions]
-        kinds = {isinstance(space, gym.spaces.Box) for space in self.actions}
+        kinds = {isinstance(space, Box) for space in self.actions}
+        self.boxes = kinds == {True}
+        if self.boxes:  # the dimensions are one branch
+            sizes = [[math.prod(space.shape)] for space in self.actions]
+        else:
+            sizes = [branches(space) for space in self.actions if not isinstance(space, Box)]
         if len(kinds) > 1 or len({len(own) for own in sizes}) > 1:
             fail(f"--env-id {args.env_id}: {action_space}: all Box, or all with as many branches")
         self.boxes = kinds == {True}
@@ -426,9 +433,9 @@ class Envs:
         living = set() if limit else set(env.agents) - gone
         self.over[i] = not living
         self.deaths[i] += 0 if self.over[i] else np.count_nonzero(dies)
-        for k in np.flatnonzero(dies):  # of the dead nothing is seen
-            observations.pop(names[k], None)
-        self.obs[i] = self.rows(i, observations, infos, living)
+        dead = {name for k, name in enumerate(names) if dies[k]}  # of whom nothing is seen
+        seen = {name: x for name, x in observations.items() if name not in dead}
+        self.obs[i] = self.rows(i, seen, infos, living)
         rewards = np.array([np.asarray(rewards.get(name, 0.0)).item() for name in names])
         self.returns[i] += rewards
         if args.team_reward:  # one reward for all, and one end
@@ -1079,6 +1086,8 @@ def evaluate(args: Args) -> list[float]:
         score = f"episodic_return={returns.mean():.2f} team_return={returns.sum():.2f}"
         print(f"eval_episode={episode}, {score}", flush=True)
     if args.capture_video:
+        from gymnasium.utils.save_video import save_video  # needs moviepy
+
         videos = str(args.evaluate / "videos")
         save_video(frames[args.eval_greedy], videos, lambda _: True, fps=15)
         print(f"videos: {videos}")
