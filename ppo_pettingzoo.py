@@ -363,6 +363,7 @@ class Envs:
         self.observation_space = gym.spaces.Dict(OrderedDict(seen))
         self.action_space = gym.spaces.Dict(OrderedDict(does))
         self.roles = Roles(self.observation_space, self.action_space, args)
+        self.turns = isinstance(envs[0], turn_based_aec_to_parallel_wrapper)
         self.episodes = [-1] * len(envs)  # how many each environment has ended
         self.actions = [[] for _ in envs]  # of the running episodes
         self.over = np.zeros(len(envs), bool)  # [N], the last step ended an episode
@@ -382,6 +383,8 @@ class Envs:
         self.actions[i] = []
         self.over[i], self.returns[i], self.deaths[i] = False, 0.0, 0
         seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
+        if self.turns:  # OpenSpiel's seeds have 31 bits
+            seed %= 2**31
         observations, infos = self.envs[i].reset(seed=seed)
         return self.rows(i, observations, infos, self.envs[i].agents)
 
@@ -393,7 +396,7 @@ class Envs:
                 state = np.ravel(env.state())
             except Exception as error:
                 fail(f"--critic state: {self.args.env_id} has none: {error!r}")
-        if isinstance(env, turn_based_aec_to_parallel_wrapper):
+        if self.turns:
             mover = env.aec_env.agent_selection
         rows = np.zeros((len(roles.names), roles.there + 2 + len(state)), np.float32)
         rows[:, roles.dim : roles.mask] = roles.ids

@@ -734,7 +734,8 @@ def test_a_folder_names_no_module_that_is_imported(tmp_path, capsys):
     known = {
         SPEAKER: True, KAZ: True, FORAGING: True, "CartPole-v1": True,
         "magent2.environments.battle_v4": True, "evil": True, "evil:make": False,
-        "runs.stranger.evil": False, "mpe2evil.x": False, "evil:mpe2.x": False, "evil:sisl/pursuit_v5": False, "mpe2.core:os": False,
+        "runs.stranger.evil": False, "mpe2evil.x": False, "evil:mpe2.x": False,
+        "evil:sisl/pursuit_v5": False, "mpe2.core:os": False,
     }  # fmt: skip
     assert {env_id: script.is_known(env_id) for env_id in known} == known
 
