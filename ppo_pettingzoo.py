@@ -83,9 +83,7 @@ class Args:
     checkpoint_interval: int = 20  # iterations between checkpoints
 
     # Environments
-    env_id: str = (
-        "mpe2.simple_speaker_listener_v4"  # or sisl/pursuit_v5, CartPole-v1, your module:make
-    )
+    env_id: str = "mpe2.simple_speaker_listener_v4"  # or sisl/pursuit_v5, your module:function
     env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
     env_workers: int = 0  # processes that step the environments; 0: this one
     num_envs: int = 16  # environments played side by side
