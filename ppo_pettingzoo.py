@@ -802,7 +802,7 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args):
     advantages = torch.tensor(advantages).to(values)
     returns = advantages + values[:-1]
     # the return of a team, and so its value, goes on after an agent's death
-    learned = data.running if args.team_reward else data.valid
+    learned = data.running & ~data.waits[:-1] if args.team_reward else data.valid
     if agent.value_norm and learned.any():
         moments = agent.value_moments
         moments.update(returns.cpu().numpy()[learned])

@@ -374,6 +374,38 @@ def test_the_dead_of_a_team_teach_the_value_function_alone():
     assert all(p.grad.any() for p in agent.critic.parameters())
 
 
+def short():
+    return agents_toy.Drift(dies={"drone_0": 2}, limit=4)
+
+
+def turns():
+    return script.make_env("agents_toy:turns")
+
+
+@pytest.mark.parametrize(
+    ("env", "flags", "learned"),
+    [  # rows of both agents, in five steps
+        (short, "", [[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]),
+        (short, "--team-reward", [[1, 1, 1, 1, 0], [1, 1, 1, 1, 0]]),
+        (turns, "--team-reward", [[1, 0, 1, 0, 1], [0, 1, 0, 1, 0]]),
+    ],
+)
+def test_which_rows_are_learned_from(env, flags, learned):
+    args, agent, data, _ = roll(env, f"{flags} --update-epochs 1", n=1, steps=5)
+    asked = []
+
+    class Order:
+        def permutation(self, rows):
+            asked.append(rows)
+            return rows
+
+    agent.rng = Order()
+    script.update(agent, data, 0.0, args)
+    found = np.zeros(10, int)
+    found[asked[0]] = 1
+    assert found.reshape(5, 2).T.tolist() == learned
+
+
 def test_weighted_loss_is_that_of_the_rows_that_act():
     args = small()
     envs = make_envs(agents_toy.Watch, args)
