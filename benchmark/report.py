@@ -68,9 +68,23 @@ def group(runs: Iterable[data.Run]) -> list[Group]:
         usual = max(lengths, key=lengths.count, default="")
         by_length = defaultdict(list)
         for run in members:
-            by_length[run.budget or usual * (run.status != "finished")].append(run)
+            joins = run.status != "finished"
+            by_length[run.budget or (usual if joins else "")].append(run)
         groups += [Group(*place, name, len(by_length) > 1, own) for name, own in by_length.items()]
     return groups
+
+
+def must_have(runs: Iterable[data.Run], name: str, wanted: Iterable[str]):
+    """Refuse an env_id or algorithm of which there is no run."""
+    there = sorted({getattr(run, name) for run in runs})
+    missing = sorted(set(wanted) - set(there))
+    if missing:
+        refuse(f"no run of {', '.join(missing)}; there are {', '.join(there)}")
+
+
+def only(runs: Iterable[data.Run], name: str, wanted: Iterable[str]) -> list[data.Run]:
+    """The runs with such an env_id or algorithm, and those that can't be read: they may be."""
+    return [run for run in runs if getattr(run, name) in wanted or run.status == "unreadable"]
 
 
 def observed(groups: Iterable[Group], env_id: str, metric: str) -> Scale:
@@ -364,7 +378,7 @@ def write_csv(path: Path, rows: list[dict]):
         formula = isinstance(value, str) and value[:1] in ("=", "+", "-", "@")
         return f"'{value}" if formula else value  # for those who open it in a spreadsheet
 
-    with open(path, "w", newline="") as file:
+    with open(path, "w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, rows[0], lineterminator="\n")
         table.writeheader()
         table.writerows({key: cell(value) for key, value in row.items()} for row in rows)
@@ -410,10 +424,9 @@ def report(
     """
     runs = data.find(folders)
     for name, wanted in (("env_id", env_ids), ("algorithm", algorithms)):
-        there = sorted({getattr(run, name) for run in runs})
-        if missing := sorted(set(wanted) - set(there)):
-            refuse(f"no run of {', '.join(missing)}; there are {', '.join(there)}")
-        runs = [run for run in runs if not wanted or getattr(run, name) in wanted]
+        if wanted:
+            must_have(runs, name, wanted)
+            runs = only(runs, name, wanted)
     groups = group(runs)
     if not groups:
         refuse(f"no run that can be read: {runs[0].reason}")
@@ -464,9 +477,12 @@ def report(
     write_csv(output / "runs.csv", rows)
     write_csv(output / "summary.csv", scores)
     page = "\n\n".join(parts) + "\n"
-    (output / "report.md").write_text(page)
-    (output / "index.html").write_text(webpage(page, output))
+    (output / "report.md").write_text(page, encoding="utf-8")
+    (output / "index.html").write_text(webpage(page, output), encoding="utf-8")
     print(f"{len(runs)} runs: {output / 'index.html'}")
+    for run in runs:
+        if run.status == "unreadable":
+            print(f"left out, as it can't be read: {run.reason}")
     if bad:
         print(f"{len(bad)} of {len(runs)} runs have no score, see the report", file=sys.stderr)
         raise SystemExit(1)

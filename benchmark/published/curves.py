@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmark import data, report
-from benchmark.compare import judge
+from benchmark import compare, data, report
 from benchmark.published import RESULTS
 from benchmark.stats import running_mean
 
@@ -87,13 +86,16 @@ def effects(
     """The whole and each change that has run: its name, its scores by environment and, of a change,
     compare's judgement over those environments: P(better), its interval, p and a verdict."""
     groups = committed((whole, *changes), env_ids, seeds)
-    found = {(g.algorithm, g.env_id): g.scores(metric) for g in groups}
+    before = [own for own in groups if own.algorithm == whole]
     for name in (whole, *changes):
-        scores = [found.get((name, env_id), np.empty(0)) for env_id in env_ids]
-        both = [env_id for env_id, own in zip(env_ids, scores, strict=True) if len(own)]
-        old, new = ([found[key, env_id] for env_id in both] for key in (whole, name))
-        if both:
-            yield name, scores, judge(old, new) if name != whole else None
+        own = [member for member in groups if member.algorithm == name]
+        found = {member.env_id: member.scores(metric) for member in own}
+        scores = [found.get(env_id, np.empty(0)) for env_id in env_ids]
+        if name == whole:
+            yield name, scores, ()
+        elif any(map(len, scores)):
+            _, judgement = compare.effect(before, own, metric)
+            yield name, scores, judgement
 
 
 # --- what others published ------------------------------------------------------------------------
