@@ -358,10 +358,21 @@ def is_atari(env_id: str) -> bool:
     return env_id.rpartition(":")[2].startswith("ALE/")
 
 
+def with_tuples(options):
+    """JSON's lists as tuples, which shapes have to be."""
+    if isinstance(options, dict):
+        return {key: with_tuples(value) for key, value in options.items()}
+    return tuple(map(with_tuples, options)) if isinstance(options, list) else options
+
+
 def make_env(env_id: str, **options) -> gym.Env:
     """An environment of gymnasium or EnvPool; one clear line if there is no such thing."""
     gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
+    if sys.platform == "linux" and not os.environ.get("DISPLAY"):  # what draws needs no display
+        for name, value in {"PYGLET_HEADLESS": "1", "SDL_VIDEODRIVER": "dummy"}.items():
+            os.environ.setdefault(name, value)
     module = {"ALE": "ale_py:", "dm_control": "shimmy:"}.get(env_id.split("/")[0], "")
+    options = with_tuples(options)
     if is_atari(env_id):  # `Envs.play` skips images, and they are grey
         options = {"frameskip": 1, "obs_type": "grayscale"} | options
     try:

@@ -456,3 +456,49 @@ def test_an_update_on_frames_is_that_of_the_atari_script():
 
 def nn_one_hot(choices, n):
     return torch.nn.functional.one_hot(choices, n).float()
+
+
+def test_a_list_of_json_is_a_tuple():
+    given = {"config": {"shape": [84, 84], "inner": [[1], 2], "n": 3}}
+    expected = {"config": {"shape": (84, 84), "inner": ((1,), 2), "n": 3}}
+    assert ppo_pixels.with_tuples(given) == expected
+
+
+def test_what_an_atari_game_is_seen_by():
+    args = Args(env_id="ALE/Pong-v5")
+    assert (args.resize, args.frame_stack, args.action_repeat) == ("84x84", 4, 4)
+    args = Args(env_id="ale_py:ALE/Pong-v5", frame_stack=2, resize="42x42", action_repeat=1)
+    assert (args.resize, args.frame_stack, args.action_repeat) == ("42x42", 2, 1)
+    assert Args().frame_stack == 0
+
+
+def test_atari_shows_the_brighter_of_two_frames_and_counts_every_reward():
+    ale_py = pytest.importorskip("ale_py")
+    assert ale_py
+    args = Args(env_id="ALE/Pong-v5", num_envs=1)
+    envs, env = ppo_pixels.make_envs(args, 1), ppo_pixels.make_env("ALE/Pong-v5")
+    obs, _ = env.reset(seed=ppo_pixels.episode_seed(args.seed, 0, 0))
+    reader = Reader(env.observation_space, args)
+    seen = reader.read(reader.pick(obs))
+    for choice in (2, 3, 0, 5, 2) * 12:
+        (rewards, _, _) = envs.step(np.eye(6)[[choice]])
+        frames, total = [], 0.0
+        for _ in range(4):
+            obs, reward, *_ = env.step(choice)
+            frames.append(obs)
+            total += reward
+        seen = reader.read(reader.pick(np.maximum(*frames[-2:])), seen)
+        assert np.array_equal(envs.obs[0][0], seen[0])
+        assert rewards[0] == total
+    env.close()
+    envs.close()
+
+
+def test_masks_of_raw_observations():
+    """A Dict's mask reaches `act`."""
+    space = spaces.Dict(x=spaces.Box(-1, 1, (2,)), action_mask=spaces.MultiBinary(3))
+    agent = Agent(env_of(space))
+    masks = np.eye(3, dtype=np.int8)
+    obs = {"x": np.zeros((3, 2), np.float32), "action_mask": masks}
+    assert agent.act(obs).tolist() == [0, 1, 2]
+    assert len(Agent(env_of(space), Args(action_masks=False)).observe(obs)) == 1

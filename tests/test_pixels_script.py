@@ -310,7 +310,6 @@ def final(folder: Path) -> float:
     return float(np.mean([float(row[1]) for row in rows(folder)[-100:]]))
 
 
-@pytest.mark.slow
 def test_a_picture_a_number_a_choice_and_a_distance_are_learned(tmp_path):
     """Random play gets 2 of 20."""
     flags = (

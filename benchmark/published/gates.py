@@ -1,5 +1,5 @@
 """A small environment with an image, a vector, a choice and a number, to see that all are learned:
-`python ppo_pixels.py --env-id benchmark.published.gates:Gates-v0`. Random play gets about 2 of 20."""
+python ppo_pixels.py --env-id benchmark.published.gates:Gates-v0. Random play gets about 2 of 20."""
 
 import gymnasium as gym
 import numpy as np
