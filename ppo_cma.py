@@ -214,13 +214,12 @@ def episode_seed(*key: int) -> int:
 
 
 def to_env(box: gym.spaces.Box, actions: np.ndarray) -> np.ndarray:
-    """Actions [N, A] clipped to a box, in its shape and type, whole numbers if it has only these;
-    what is learned from are the agent's own (continuous detail 5)."""
+    """Actions [N, A], which are in the box, in its shape and type; rounded, if it has only whole
+    numbers."""
     shaped = actions.reshape(-1, *box.shape)
-    clipped = np.minimum(np.maximum(shaped, box.low), box.high)
     if box.dtype.kind in "iu":
-        clipped = np.rint(clipped)
-    return clipped.astype(box.dtype, copy=False)
+        shaped = np.rint(shaped)
+    return shaped.astype(box.dtype, copy=False)
 
 
 class Envs:
@@ -252,20 +251,19 @@ class Envs:
     def play(self, i: int, shaped: np.ndarray):
         """Hold an action for `action_repeat` steps of an environment or to its episode's end: the
         sum of the rewards, terminated, truncated."""
-        total, last = 0.0, self.lengths[i] + self.args.action_repeat
-        while self.lengths[i] < last and not self.over[i]:
+        rewards, total, over = self.rewards[i], 0.0, False
+        last = len(rewards) + self.args.action_repeat
+        while len(rewards) < last and not over:
             obs, reward, terminated, truncated, _ = self.envs[i].step(shaped.copy())
             try:
-                number = float(np.asarray(reward).item())
-                self.over[i] = terminated or truncated
+                rewards.append(float(np.asarray(reward).item()))
+                over = bool(terminated or truncated)
             except ValueError:  # several numbers
                 what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
                 raise ValueError(f"{self.args.env_id}: {what}: one of each is wanted") from None
-            self.rewards[i].append(number)
-            self.lengths[i] += 1
-            total += number
-        self.obs[i] = obs
-        if self.lengths[i] > 100_000 and not self.over[i]:
+            total += rewards[-1]
+        self.obs[i], self.over[i], self.lengths[i] = obs, over, len(rewards)
+        if len(rewards) > 100_000 and not over:
             hint = """max_episode_steps, --env-kwargs '{"max_episode_steps": 1000}'"""
             raise TimeoutError(f"100,000 steps, no end: whole episodes need {hint}")
         return total, terminated, truncated
@@ -521,13 +519,12 @@ class Agent(nn.Module):
         raw = as_numpy(list(dict.fromkeys((self.mean_net, self.var_net))), self.obs_scale)
         low = torch.cat([self.low, self.logvar_min]).cpu().numpy()
         high = torch.cat([self.high, self.logvar_max]).cpu().numpy()
-        middle, half = (low + high) / 2, (high - low) / 2
+        middle, half, dims = (low + high) / 2, (high - low) / 2, len(self.low)
 
         def policy(obs: np.ndarray):
             # the sigmoid between two bounds, as a tanh about their middle
             both = middle + half * np.tanh(0.5 * raw(obs))
-            mean, logvar = np.split(both, 2, axis=1)
-            return mean, np.exp(0.5 * logvar)
+            return both[:, :dims], np.exp(0.5 * both[:, dims:])
 
         return policy
 
@@ -544,7 +541,8 @@ class Agent(nn.Module):
 
         def act(obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
             mean, std = policy(obs)
-            return mean if noise is None else np.minimum(np.maximum(mean + std * noise, low), high)
+            x = mean if noise is None else mean + std * noise
+            return np.minimum(np.maximum(x, low), high)
 
         return act
 
@@ -786,19 +784,18 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, run: "Run", args: Args):
     act = agent.numpy_actor()
     actions = np.zeros((len(envs.over), len(agent.low)), np.float32)  # [N, A]
     going = np.ones(len(envs.over), bool)  # [N], where an episode is played
-    while going.any():
-        over = going & envs.over
-        if over.any():
-            envs.step(actions, over)  # begins new episodes
-        obs, before = envs.obs[going], envs.lengths.sum()
+    envs.step(actions, going)  # begins them
+    while playing := going.nonzero()[0].tolist():
+        obs, before = envs.obs[going], sum(envs.lengths.tolist())
         actions[going] = act(obs, agent.noise(len(obs)))
         rewards, _, _ = envs.step(actions, going)
-        run.global_step += int(envs.lengths.sum() - before)
-        for k, i in enumerate(going.nonzero()[0].tolist()):
+        run.global_step += sum(envs.lengths.tolist()) - before
+        for k, i in enumerate(playing):
             agent.memorize(obs[k], actions[i], rewards[i], envs.over[i], i)
         if envs.ended:
             run.log_episodes(envs.ended)
-        going &= ~envs.over | (run.global_step < last)
+            going &= ~envs.over | (run.global_step < last)
+            envs.step(actions, going & envs.over)  # begins new ones
     check_actor(agent, np.array([obs for obs, _, _ in agent.memory[-1][:8]]))
 
 

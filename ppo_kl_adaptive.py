@@ -248,20 +248,19 @@ class Envs:
 
     def play(self, i: int, shaped: np.ndarray):
         """One step of an environment: reward, terminated, truncated."""
+        rewards = self.rewards[i]
         obs, reward, terminated, truncated, _ = self.envs[i].step(shaped)
         try:
-            number = np.asarray(reward).item()
-            self.over[i] = terminated or truncated
+            rewards.append(float(np.asarray(reward).item()))
+            over = bool(terminated or truncated)
         except ValueError:  # several numbers
             what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
             raise ValueError(f"{self.args.env_id}: {what}: one of each is wanted") from None
-        self.obs[i] = obs
-        self.rewards[i].append(number)
-        self.lengths[i] += 1
-        if self.lengths[i] > 100_000 and not self.over[i]:
+        self.obs[i], self.over[i], self.lengths[i] = obs, over, len(rewards)
+        if len(rewards) > 100_000 and not over:
             hint = """max_episode_steps, --env-kwargs '{"max_episode_steps": 1000}'"""
             raise TimeoutError(f"100,000 steps, no end: whole episodes need {hint}")
-        return number, terminated, truncated
+        return rewards[-1], terminated, truncated
 
     def step(self, actions: np.ndarray, going: np.ndarray):
         """Take actions [N, A] or choices [N] in the environments that are `going` [N]: rewards,
@@ -822,8 +821,8 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, episodes: int, run: "Run | No
     actions = np.zeros(N, int) if agent.discrete else np.zeros((N, agent.outputs), np.float32)
     running, ended = {}, []  # by environment; in the order of their ends
     while len(ended) < episodes:
-        over = envs.over & (envs.over.cumsum() <= left)
-        if over.any():
+        if left and np.count_nonzero(envs.over):
+            over = envs.over & (envs.over.cumsum() <= left)
             envs.step(actions, over)  # begins new episodes
             left -= int(over.sum())
             running |= {i: Episode([envs.obs[i].copy()]) for i in over.nonzero()[0].tolist()}
@@ -832,12 +831,13 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, episodes: int, run: "Run | No
         actions[going] = act(obs, agent.noise(len(obs)), time)
         rewards, terminated, truncated = envs.step(actions, going)
         for i in going.nonzero()[0].tolist():
-            running[i].obs.append(envs.obs[i].copy())
-            running[i].actions.append(actions[i].copy())
-            running[i].rewards.append(rewards[i])
+            episode = running[i]
+            episode.obs.append(envs.obs[i].copy())
+            episode.actions.append(actions[i].copy())
+            episode.rewards.append(rewards[i])
             if envs.over[i]:
-                running[i].terminated, running[i].truncated = terminated[i], truncated[i]
-                ended.append(running[i])
+                episode.terminated, episode.truncated = terminated[i], truncated[i]
+                ended.append(episode)
         if run:
             run.global_step += len(obs)
             if envs.ended:
