@@ -118,8 +118,10 @@ def check(args, low: dict, high: dict):
     default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
     for name, hint in get_type_hints(type(args)).items():
         flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
-        kinds = get_args(hint) or (hint,)
-        if not isinstance(value, kinds) and not (float in kinds and isinstance(value, int)):
+        kinds = get_args(hint) or (hint,)  # types or, of a Literal, its values
+        types = tuple(kind for kind in kinds if isinstance(kind, type))
+        whole = float in kinds and isinstance(value, int)
+        if not (isinstance(value, types) or value in kinds or whole):
             raise ValueError(f"{flag} {value!r}: not of type {hint}")
         if type(value) in (int, float):
             least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
@@ -381,17 +383,20 @@ class WorkerEnvs:
         self.ended = [*itertools.chain(*ended)]
         return results
 
-    def step(self, actions: np.ndarray):
-        """Take actions [N, branches]: rewards, terminated, truncated [N]."""
+    def call(self, method: str, *rows: np.ndarray) -> list:
+        """What a method of `Envs` gives in each worker, with its share of the rows [N, ...]."""
         for _, pipe, share in self.workers:
-            pipe.send(("step", actions[share]))
-        return [np.concatenate(parts) for parts in zip(*self.receive(), strict=True)]
+            with contextlib.suppress(BrokenPipeError):  # `receive` says why
+                pipe.send((method, *[each[share] for each in rows]))
+        return self.receive()
+
+    def step(self, *rows: np.ndarray):
+        """`Envs.step`: rewards, terminated, truncated [N]."""
+        return [np.concatenate(parts) for parts in zip(*self.call("step", *rows), strict=True)]
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """What plays the running episodes again: their numbers and actions so far."""
-        for _, pipe, _ in self.workers:
-            pipe.send(("played",))
-        return [*itertools.chain(*self.receive())]
+        """`Envs.played` of all."""
+        return [*itertools.chain(*self.call("played"))]
 
     def close(self):
         for _, pipe, _ in self.workers:
@@ -491,14 +496,15 @@ def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
 def as_numpy(network: nn.Module, scale=1.0, shift=0.0):
     """scale * network(x) + shift, as it is now, as a function of arrays x [N, D]. Linear layers and
     tanh become numpy, which is fast where rows are few; all others are called in torch."""
+    scale, shift = (torch.as_tensor(x).cpu() for x in (scale, shift))
     layers = list(network) if type(network) is nn.Sequential else [network]
     functions = []
     for layer in layers:
         if type(layer) is nn.Linear and layer.bias is not None:
-            weight, bias = layer.weight.clone(), layer.bias.clone()
+            weight, bias = layer.weight.cpu().clone(), layer.bias.cpu().clone()
             if layer is layers[-1]:
-                weight, bias = weight * torch.as_tensor(scale)[..., None], bias * scale + shift
-            weight, bias = weight.cpu().numpy().T, bias.cpu().numpy()
+                weight, bias = weight * scale[..., None], bias * scale + shift
+            weight, bias = weight.numpy().T, bias.numpy()
             functions.append(lambda x, weight=weight, bias=bias: x @ weight + bias)
         elif type(layer) is nn.Tanh:
             functions.append(np.tanh)
@@ -506,7 +512,7 @@ def as_numpy(network: nn.Module, scale=1.0, shift=0.0):
             module = copy.deepcopy(layer).cpu().requires_grad_(False)
             functions.append(lambda x, module=module: module(torch.from_numpy(x)).numpy())
     if not isinstance(layers[-1], nn.Linear):
-        scale, shift = (torch.as_tensor(x).cpu().numpy() for x in (scale, shift))
+        scale, shift = scale.numpy(), shift.numpy()
         functions.append(lambda x: x * scale + shift)
 
     def function(x: np.ndarray) -> np.ndarray:
