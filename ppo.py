@@ -954,13 +954,16 @@ def evaluate(args: Args) -> list[float]:
     else:
         envs = make_envs(played, 1)
     returns, steps = [], 0
-    with contextlib.closing(envs):
+    bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
+    with contextlib.closing(envs), bar:
         act = load(args.evaluate, envs)[0].numpy_actor()
         while len(returns) < args.eval_episodes:
             envs.step(act(envs.obs))
             steps += 1
+            bar.update()
             for _, episodic_return, _ in envs.ended:
                 said = f"eval_episode={len(returns)}, episodic_return={episodic_return:.2f}"
+                bar.clear()
                 print(said, flush=True)
                 returns.append(episodic_return)
                 steps = 0
