@@ -90,6 +90,10 @@ def test_the_layout_of_images():
         (spaces.Box(-np.inf, np.inf, (64, 64, 3)), "an image without bounds"),
         (spaces.Box(-3.4e38, 3.4e38, (64, 64, 3)), "an image without bounds"),
         (spaces.Text(9), "nothing there can be learned from"),
+        (spaces.OneOf([image(36, 36, 3), spaces.Discrete(2)]), "nothing there can be learned from"),
+        (spaces.Graph(spaces.Box(0, 1, (3,)), None), "nothing there can be learned from"),
+        (spaces.Sequence(spaces.Box(0, 1, (3,))), "nothing there can be learned from"),
+        (image(64, 64, 3, 4), "no image, and too long for a vector"),
         (spaces.Dict(), "nothing there can be learned from"),
         (spaces.Dict(a=spaces.Text(9), b=spaces.Box(0, 1, (0,))), "nothing there can be"),
     ],
@@ -185,7 +189,13 @@ def test_actions_of_a_nested_space():
 
 @pytest.mark.parametrize(
     "space",
-    [spaces.Text(3), spaces.Sequence(spaces.Discrete(2)), spaces.Dict(), spaces.Box(0, 1, (0,))],
+    [
+        spaces.OneOf([spaces.Discrete(2), spaces.Discrete(3)]),
+        spaces.Text(3),
+        spaces.Sequence(spaces.Discrete(2)),
+        spaces.Dict(),
+        spaces.Box(0, 1, (0,)),
+    ],
     ids=str,
 )
 def test_what_cannot_be_done(space, capsys):

@@ -234,7 +234,7 @@ def test_wrong_input_is_one_line(tmp_path, capsys, flags):
     "flags, said",
     [
         ("--resize 84", "--resize 84: height and width are wanted"),
-        ("--encoder resnet", "--encoder resnet"),
+        ("--encoder resnet", "resnet"),
         ("--gamma 2", "--gamma 2"),
         ("--env-workers 9", "--env-workers 9"),
         ("--action-repeat -1", "--action-repeat -1"),

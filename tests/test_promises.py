@@ -191,7 +191,7 @@ ITS_OWN = {
     ppo_pixels: [
         *CLIPPED,
         ("--env-id PromiseNothing-v0", "PromiseNothing"),
-        ("--encoder resnet", "--encoder resnet: auto, nature, impala or small"),
+        ("--encoder resnet", "resnet"),
         ("--resize 84", "--resize 84: height and width are wanted, as 60x80"),
     ],
     ppo_procgen: [
