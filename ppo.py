@@ -287,7 +287,7 @@ class Envs:
         return number, terminated, truncated
 
     def step(self, actions: np.ndarray):
-        """Take actions [N, branches]: rewards, terminated, truncated [N]."""
+        """Take actions [N, ...]: rewards, terminated, truncated [N]."""
         rewards = np.zeros(len(actions))
         terminated = np.zeros(len(actions), bool)
         truncated = np.zeros(len(actions), bool)
@@ -307,7 +307,7 @@ class Envs:
         return {"obs": self.obs, "over": self.over}
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """What plays the running episodes again: their numbers and actions so far."""
+        """What plays the running episodes again: their numbers and actions so far, [t, ...]."""
         return [(n, np.array(x)) for n, x in zip(self.episodes, self.actions, strict=True)]
 
     def close(self):
@@ -379,14 +379,14 @@ class WorkerEnvs:
         return results
 
     def step(self, actions: np.ndarray):
-        """Take actions [N, branches]: rewards, terminated, truncated [N]."""
+        """Take actions [N, ...]: rewards, terminated, truncated [N]."""
         for _, pipe, share in self.workers:
             with contextlib.suppress(BrokenPipeError):  # which `receive` tells
                 pipe.send(("step", actions[share]))
         return [np.concatenate(parts) for parts in zip(*self.receive(), strict=True)]
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """What plays the running episodes again: their numbers and actions so far."""
+        """What plays the running episodes again: their numbers and actions so far, [t, ...]."""
         for _, pipe, _ in self.workers:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send(("played",))
@@ -431,7 +431,7 @@ class PoolEnvs:
         self.ended = []  # (environment, return, length) of each episode that the last step ended
 
     def step(self, actions: np.ndarray):
-        """Take actions [N, branches]: rewards, terminated, truncated [N]."""
+        """Take actions [N, ...]: rewards, terminated, truncated [N]."""
         going = ~self.over
         shaped = to_env(self.action_space, actions)
         obs, rewards, terminated, truncated, _ = self.vector.step(shaped)

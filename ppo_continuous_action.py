@@ -271,7 +271,7 @@ class Envs:
         return number, terminated, truncated
 
     def step(self, actions: np.ndarray):
-        """Take actions [N, A]: rewards, terminated, truncated [N]."""
+        """Take actions [N, ...]: rewards, terminated, truncated [N]."""
         rewards = np.zeros(len(actions))
         terminated = np.zeros(len(actions), bool)
         truncated = np.zeros(len(actions), bool)
@@ -291,7 +291,7 @@ class Envs:
         return {"obs": self.obs, "over": self.over, "discounted": self.discounted}
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """What plays the running episodes again: their numbers and actions so far, [t, A]."""
+        """What plays the running episodes again: their numbers and actions so far, [t, ...]."""
         return [(n, np.array(x)) for n, x in zip(self.episodes, self.actions, strict=True)]
 
     def close(self):
@@ -363,14 +363,14 @@ class WorkerEnvs:
         return results
 
     def step(self, actions: np.ndarray):
-        """Take actions [N, A]: rewards, terminated, truncated [N]."""
+        """Take actions [N, ...]: rewards, terminated, truncated [N]."""
         for _, pipe, share in self.workers:
             with contextlib.suppress(BrokenPipeError):  # which `receive` tells
                 pipe.send(("step", actions[share]))
         return [np.concatenate(parts) for parts in zip(*self.receive(), strict=True)]
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """What plays the running episodes again: their numbers and actions so far, [t, A]."""
+        """What plays the running episodes again: their numbers and actions so far, [t, ...]."""
         for _, pipe, _ in self.workers:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send(("played",))
@@ -416,7 +416,7 @@ class PoolEnvs:
         self.ended = []  # (environment, return, length) of each episode that the last step ended
 
     def step(self, actions: np.ndarray):
-        """Take actions [N, A]: rewards, terminated, truncated [N]."""
+        """Take actions [N, ...]: rewards, terminated, truncated [N]."""
         going = ~self.over
         shaped = to_env(self.action_space, actions)
         obs, rewards, terminated, truncated, _ = self.vector.step(shaped)
