@@ -481,7 +481,9 @@ def test_sampled_actions_have_the_policys_frequencies(name):
     obs, space = np.zeros((20_000, 2), np.float32), DISCRETE[name][0]
     actions, greedy = agent.act(obs, agent.noise(20_000)), agent.act(obs[:1])
     assert actions.shape == (20_000, *space.shape) and greedy[0] in space
-    actions, greedy = ((x - getattr(space, "start", 0)).reshape(len(x), -1) for x in (actions, greedy))
+    actions, greedy = (
+        (x - getattr(space, "start", 0)).reshape(len(x), -1) for x in (actions, greedy)
+    )
     sampled = agent(torch.zeros(20_000, 2))[0].numpy()
     for k, part in enumerate(agent.actor(torch.zeros(2)).detach().split(agent.choices)):
         for drawn in (actions, sampled):

@@ -1,5 +1,5 @@
 """Ten edits that researchers make, as patches of ppo_continuous_action.py: each works, eagerly and
-compiled, and none is longer than it should be. And edits that can't work end in an error by name."""
+compiled, and none is longer than it should be. What can't work ends in an error by name."""
 
 import importlib.util
 import os

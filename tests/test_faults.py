@@ -120,8 +120,6 @@ def logging(script: str) -> str:
     return "Run.log_episodes" if several else "Run.log_episode"
 
 
-
-
 @EVERY
 @pytest.mark.parametrize(
     ("kills", "iterations"),

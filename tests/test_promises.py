@@ -154,7 +154,7 @@ ITS_OWN = {
         ("--env-id PromiseBox-v0", "choices are wanted as actions; boxes: ppo_continuous_action"),
         ("--env-id PromiseTuple-v0", "choices are wanted as actions"),
         ("--env-workers 3", "--env-workers 3: not in 0 ... 2"),
-        ("--env-kwargs []", "--env-kwargs a JSON object"),
+        ("--env-kwargs []", "no JSON object"),
     ],
     ppo_continuous_action: [
         *CLIPPED,
@@ -162,7 +162,7 @@ ITS_OWN = {
         ("--env-id Penduluum-v1", "Pendulum"),
         ("--env-id PromiseChoice-v0", "a Box of actions is wanted; choices: ppo.py"),
         ("--env-workers 3", "--env-workers 3: not in 0 ... 2"),
-        ("--env-kwargs []", "--env-kwargs a JSON object"),
+        ("--env-kwargs []", "no JSON object"),
         ("--env-id dm_control/cartpole-balance-v0", "import of shimmy halted"),
         ("--log-std-init inf", "--log-std-init inf: not in -9 ... 9"),
     ],
