@@ -15,6 +15,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,11 +24,15 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from benchmark.programs import refuse
+from benchmark.programs import read_bytes, refuse, write_bytes, write_json
 
 PUBLISHED = Path(__file__).resolve().parent / "published"
-SCALES, ANCHORS = PUBLISHED / "scales.csv", PUBLISHED / "anchors.csv"
+SCALES = PUBLISHED / "scales.csv"
+ANCHORS = PUBLISHED / "anchors.csv"
 COLUMNS = ("global_step", "seconds", "return", "length")
+MOST_TABLE = 256 * 2**20  # bytes of a table, some 8 million episodes
+MOST_JSON = 16 * 2**20  # bytes of a run.json or job.json
+LARGEST = 1e30  # a return beyond it can't be drawn, nor its square summed
 
 
 @dataclass
@@ -57,14 +62,17 @@ class Run:
 
     def score(self, metric: str, games: int = 100) -> float:
         """Mean return of the last `games` training episodes or, in evaluation, of the episodes
-        that the final policy played; nan without any."""
+        that the final policy played; nan without any, or where one is not finite."""
         values = self.evaluation if metric == "evaluation" else self.returns[-games:]
-        return float(np.mean(values)) if len(values) else float("nan")
+        if not len(values) or not np.isfinite(values).all():
+            return float("nan")
+        return float(np.mean(values))
 
 
-def plain(value: object) -> str:
-    """As text on one line that any file can hold."""
-    return "".join(c if c.isprintable() else " " for c in str(value or ""))
+def plain(value: object, most: int = 500) -> str:
+    """As text on one line that any file can hold, of at most so many characters."""
+    text = "".join(c if c.isprintable() else " " for c in str(value or ""))
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def without_module(env_id: str) -> str:
@@ -81,125 +89,276 @@ def slug(env_id: str) -> str:
 
 
 def read_table(text: str) -> np.ndarray:
-    """The rows [episodes, 4] of an episodes.csv; a last row cut off in mid-write is left out."""
-    lines = text[: text.rfind("\n") + 1].splitlines()
-    if lines and tuple(lines[0].split(",")) != COLUMNS:
-        raise ValueError(f"not a table of episodes: the columns are {lines[0]}")
-    if len(lines) < 2:
+    """The rows [episodes, 4] of an episodes.csv; a last row cut off in mid-write is left out.
+
+    ValueError if it holds anything else: another header, words, rows of other widths, steps that
+    go back, as where two runs wrote into one file, or numbers too large to be scores.
+    """
+    whole = text[: text.rfind("\n") + 1].replace("\r\n", "\n")
+    header, _, body = whole.partition("\n")
+    if not whole and ",".join(COLUMNS).startswith(text):  # it is about to be written
         return np.empty((0, len(COLUMNS)))
-    table = np.loadtxt(lines[1:], delimiter=",", ndmin=2)
-    if table.shape[1] != len(COLUMNS) or not np.isfinite(table[:, :2]).all():
-        raise ValueError("not a table of episodes: a row lacks a step or a time")
+    if tuple(header.split(",")) != COLUMNS:
+        raise ValueError(f"not a table of episodes: the columns are {(header or text)[:80]}")
+    if not body.strip():
+        return np.empty((0, len(COLUMNS)))
+    try:
+        table = np.loadtxt(io.StringIO(body), delimiter=",", ndmin=2, comments=None)
+    except ValueError as error:  # which goes on to advise the programmer
+        raise ValueError(f"not a table of episodes: {str(error).partition(';')[0]}") from None
+    if table.shape[1] != len(COLUMNS) or not np.isfinite(table[:, [0, 1, 3]]).all():
+        raise ValueError("not a table of episodes: a row lacks a step or a time or a length")
+    steps = table[:, 0]
+    if steps[0] < 0 or (np.diff(steps) < 0).any():
+        raise ValueError("not a table of one run's episodes: global_step goes back")
+    finite = table[np.isfinite(table)]
+    if abs(finite).max() > LARGEST:
+        raise ValueError(f"not a table of episodes: a number is beyond {LARGEST:g}")
     return table
 
 
-def read_json(path: Path) -> dict:
-    """A JSON file's content; empty if there is none, it was cut off or is not an object."""
+def read_text(path: Path) -> str:
+    """An episodes.csv, packed or not; ValueError if it is larger than any."""
+    content = read_bytes(path, MOST_TABLE)
+    if path.suffix == ".gz":
+        with gzip.open(io.BytesIO(content)) as file:
+            content = file.read(MOST_TABLE + 1)
+        if len(content) > MOST_TABLE:
+            raise ValueError(f"{path.name} holds more than {MOST_TABLE:,} bytes")
+    return content.decode("utf-8-sig")
+
+
+def load_json(path: Path) -> dict:
+    """A JSON file's content; ValueError if it is no object, OSError if it can't be read."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_bytes(path, MOST_JSON).decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} is no JSON object: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} is no JSON object")
+    return content
+
+
+def read_json(path: Path) -> dict:
+    """A JSON file's content; empty if there is none or it can't be read."""
+    try:
+        return load_json(path)
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+
+
+def there(path: Path) -> bool:
+    """Whether anything has this name, be it a link that leads nowhere."""
+    return os.path.lexists(path)
 
 
 def told(info: dict, job: dict) -> dict:
     """What run.json says and, where it is silent, what `run` recorded when the run began."""
     first, *later = job.get("starts") or [{}]
     info = first | info
-    if isinstance(own := info.get("versions"), dict) and first:  # own: those of the last start
-        info["versions"] = own | first["versions"] if later else first["versions"] | own
-    # starts of what was cut off, with another source, hardware or versions
-    return info | ({"resumed_with": later} if later else {})
+    own = info.get("versions")
+    if isinstance(own, dict) and first:
+        if later:  # its own are those of the last start
+            info["versions"] = own | first["versions"]
+        else:
+            info["versions"] = first["versions"] | own
+    if later:  # starts of what was cut off, with another source, hardware or versions
+        info["resumed_with"] = later
+    return info
+
+
+def typed(name: str, value: object, kind: type):
+    """The value; ValueError if it is of another kind."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {value!r:.80}, which is no {kind.__name__}")
+    return value
+
+
+def whole(name: str, value: object) -> int:
+    """A whole number, be it in words; ValueError if it is none."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if int(value) == float(value):
+            return int(value)
+    raise ValueError(f"{name} is {value!r:.80}, which is no whole number")
 
 
 def make_run(info: dict, text: str, job: dict) -> Run:
     """A run from its run.json, the text of its episodes.csv and its job.json, {} without one. What
     it can't use is an error."""
-    table, info = read_table(text), told(info, job)
-    args, hardware = info.get("args") or {}, info.get("hardware") or {}
+    table = read_table(text)
+    info = told(info, job)
+    args = typed("args", info.get("args") or {}, dict)
+    hardware = info.get("hardware") or {}
     if not isinstance(hardware, dict):
         hardware = {"cpu": hardware}
-    script = job.get("script") or Path(info.get("script", "unknown")).stem
-    name, seconds = args.get("exp_name") or script, info.get("wall_seconds")
+    env_id = job.get("env_id") or args.get("env_id")
+    seed = job.get("seed", info.get("seed", args.get("seed")))
+    if not env_id or seed is None:
+        raise ValueError("nothing says of which environment and seed it is")
+    env_id = typed("env_id", env_id, str)
+    script = job.get("script") or Path(typed("script", info.get("script", "unknown"), str)).stem
+    name = args.get("exp_name") or script
+    seconds = info.get("wall_seconds")
     if not seconds:
         seconds = table[-1, 1] if len(table) else np.nan
-    lengths = (("episodes", args.get("num_episodes")), ("steps", args.get("total_timesteps")))
+    variant = job.get("variant")
+    if not variant:
+        variant = "default" if name == script else name
+    status = info.get("status") or "missing"
+    if job.get("reason"):
+        status = "failed"
+    budget = ""
+    if args.get("num_episodes"):
+        budget = f"{whole('num_episodes', args['num_episodes']):,} episodes"
+    elif args.get("total_timesteps"):
+        budget = f"{whole('total_timesteps', args['total_timesteps']):,} steps"
     words = {
-        "env_id": without_module(job.get("env_id") or args.get("env_id") or "unknown"),
+        "env_id": without_module(env_id),
         "script": script,
-        "variant": job.get("variant") or ("default" if name == script else name),
-        "status": "failed" if job.get("reason") else info.get("status") or "missing",
+        "variant": variant,
+        "status": status,
         "reason": job.get("reason"),
-        "budget": next((f"{int(length):,} {unit}" for unit, length in lengths if length), ""),
+        "budget": budget,
         "commit": info.get("git_commit"),
         "cpu": hardware.get("cpu"),
         "gpu": hardware.get("gpu"),
     }
     return Run(
         **{name: plain(value) for name, value in words.items()},
-        seed=int(job.get("seed", info.get("seed", args.get("seed"))) or 0),
+        seed=whole("seed", seed),
         info=info,
         steps=table[:, 0],
         seconds=table[:, 1],
         returns=table[:, 2],
-        evaluation=np.array(info.get("evaluation") or [], float),
+        evaluation=scores(info.get("evaluation") or []),
         hours=float(seconds) / 3600,
     )
 
 
+def scores(values: list) -> np.ndarray:
+    """Returns of the final policy [episodes]; ValueError if they are none."""
+    returns = np.array(typed("evaluation", values, list), float)
+    if returns.ndim != 1 or (abs(returns[np.isfinite(returns)]) > LARGEST).any():
+        raise ValueError("evaluation is no list of returns")
+    return returns
+
+
+def unreadable(place: Path, job: dict, error: Exception) -> Run:
+    """In the place of a run whose files hold what no run's should."""
+    kinds = {"env_id": str, "script": str, "variant": str, "seed": int}
+    said = {name: job[name] for name, kind in kinds.items() if isinstance(job.get(name), kind)}
+    said = {"env_id": "unknown", "script": "unknown", "seed": 0} | said
+    run = make_run({}, "", said)
+    run.status = "unreadable"
+    run.reason = plain(f"{place}: {error or type(error).__name__}")
+    return run
+
+
 def read_folder(folder: Path, job: dict | None = None) -> Run:
     """A run from its folder, which may be missing or half-made."""
-    table, path = folder / "episodes.csv", folder / "run.json"
-    info = read_json(path)
-    if path.exists() and not info:
-        raise ValueError("run.json is no JSON object")
-    if job and (played := read_json(folder.parent / "evaluation.json")):
-        info["evaluation"] = played["returns"]
-    return make_run(info, table.read_text() if table.exists() else "", job or {})
+    table = folder / "episodes.csv"
+    path = folder / "run.json"
+    played = folder.parent / "evaluation.json"
+    info = load_json(path) if there(path) else {}
+    if there(path) and not info:
+        raise ValueError("run.json is no JSON object with anything in it")
+    if job and there(played):
+        returns = load_json(played).get("returns")
+        info["evaluation"] = typed(f"returns in {played.name}", returns, list)
+    return make_run(info, read_text(table) if there(table) else "", job or {})
 
 
 def read_job(folder: Path) -> Run:
     """A job of `run`, begun or not, from its folder."""
-    job = read_json(folder / "job.json")
+    job = load_json(folder / "job.json")
     if not job:
-        raise ValueError("job.json is no JSON object")
-    return read_folder(folder / "run", job)
+        raise ValueError("job.json is no JSON object with anything in it")
+    run = folder / "run"
+    if there(run) and not run.is_dir():
+        raise ValueError("run is no folder")
+    return read_folder(run, job)
 
 
 def read_committed(path: Path) -> Run:
     """A run from its table in results; `path` is that of the .json."""
-    text = gzip.decompress(path.with_suffix(".csv.gz").read_bytes()).decode()
+    text = read_text(path.with_suffix(".csv.gz"))
     variant = path.stem.rpartition("-s")[0]
     job = {"script": path.parent.name, "variant": variant}  # run.json names what that imports
-    return make_run(json.loads(path.read_text()), text, job)
+    return make_run(load_json(path), text, job)
 
 
 def read(place: Path) -> Run:
     """The run there or, if its files hold what no run's should, one that says so."""
     job = read_json(place / "job.json")
     try:
-        if place.is_file():
+        if place.suffix == ".json" and not is_run(place):
             return read_committed(place)
-        return read_job(place) if (place / "job.json").exists() else read_folder(place)
+        if there(place / "job.json"):
+            return read_job(place)
+        if there(place / "run.json"):
+            return read_folder(place)
+        list(place.iterdir())  # an error again, or it can be listed now
+        raise ValueError("it could not be listed, or its run is gone")
     except Exception as error:  # any, so that one run does not cost a report
-        kinds = {"env_id": str, "script": str, "variant": str, "seed": int}
-        job = {name: job[name] for name, kind in kinds.items() if isinstance(job.get(name), kind)}
-        run = make_run({}, "", job)
-        run.status, run.reason = "unreadable", plain(f"{place}: {error}")
-        return run
+        return unreadable(place, job, error)
 
 
-def search(folder: Path) -> Iterator[Path]:
-    """Where there are runs in or under a folder."""
-    if not folder.is_dir():
-        refuse(f"{folder}: no such folder")
-    if (folder / "job.json").exists() or (folder / "run.json").exists():
-        yield folder
-        return
+def real(path: Path) -> Path:
+    """Where a path leads; never an error, as with links in a circle."""
+    return Path(os.path.realpath(path))
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a job's or a run's, be its files what they may."""
+    return there(folder / "job.json") or there(folder / "run.json")
+
+
+def entries(folder: Path) -> tuple[list[Path], list[Path]]:
+    """What may hold runs in a folder, by name: folders and committed tables, and links."""
+    plain = []
+    links = []
     for path in sorted(folder.iterdir()):
-        if path.is_dir():
-            yield from search(path)
-        elif path.suffix == ".json" and path.with_suffix(".csv.gz").exists():
+        committed = path.suffix == ".json" and there(path.with_suffix(".csv.gz"))
+        if path.is_symlink():
+            links.append(path)
+        elif committed or path.is_dir():
+            plain.append(path)
+    return plain, links
+
+
+def search(top: Path) -> Iterator[Path]:
+    """Where there are runs in or under a folder, each once: a link to what lies there, or to a
+    folder that holds all of it, adds nothing. A folder that can't be listed is among them."""
+    if not top.is_dir():
+        refuse(f"{top}: no such folder")
+    start = real(top)
+    seen = set()  # real paths
+    runs = set()  # of these, where a run is
+    left = [(top, start)]
+    links = []  # they wait: a run goes by its own name, not by theirs
+    while left or links:
+        if left:
+            path, here = left.pop()
+        else:
+            path = links.pop(0)
+            here = real(path)
+            if here in start.parents or not runs.isdisjoint(here.parents):
+                continue
+        if here in seen:
+            continue
+        seen.add(here)
+        if is_run(path):
+            runs.add(here)
+            yield path
+        elif os.path.isdir(path):  # noqa: PTH112, which is no error where it may not look
+            try:
+                more, later = entries(path)
+            except OSError:
+                yield path
+                continue
+            left += [(own, here / own.name) for own in reversed(more)]
+            links += later
+        elif path.suffix == ".json" and there(path.with_suffix(".csv.gz")):
             yield path
 
 
@@ -208,7 +367,8 @@ def find(folders: Iterable[Path]) -> list[Run]:
 
     Refuses folders without a run, and two runs that claim the same place.
     """
-    runs, places = [], {}
+    runs = []
+    places = {}
     for place in (place for folder in folders for place in search(Path(folder))):
         run = read(place)
         key = (run.env_id, run.algorithm, run.seed)
@@ -232,19 +392,21 @@ def committed(job: dict, results: Path) -> Path:
 def commit(run_folder: Path, job: dict, evaluation: list[float], results: Path):
     """Write a run's table, seconds whole and returns to two places, and its run.json, with what
     `run` knows of it, into `results`."""
-    table = read_table((run_folder / "episodes.csv").read_text())
+    table = read_table(read_text(run_folder / "episodes.csv"))
     text = io.StringIO()
     head = ",".join(COLUMNS)
     np.savetxt(text, table, fmt="%d,%.0f,%.2f,%d", header=head, comments="")
-    info = told(read_json(run_folder / "run.json"), job)
+    info = {"seed": job["seed"]} | told(load_json(run_folder / "run.json"), job)
+    info["args"] = {"env_id": job["env_id"]} | (info.get("args") or {})  # where it tells neither
     if len(table):
         info["global_step"] = int(table[-1, 0])
     info["command"] = job["command"].replace(str(run_folder), "RUN")
     info["evaluation"] = evaluation or info.get("evaluation", [])
     path = committed(job, results)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".csv.gz").write_bytes(gzip.compress(text.getvalue().encode(), mtime=0))
-    path.write_text(json.dumps(info, indent=2) + "\n")
+    packed = gzip.compress(text.getvalue().encode(), mtime=0)
+    write_bytes(path.with_suffix(".csv.gz"), packed)
+    write_json(path, info)
 
 
 @dataclass
@@ -256,26 +418,33 @@ class Scale:
     source: str = ""
 
 
+def cell(text: str | None) -> int | float | str | None:
+    """What a table's cell says: a number as one, None if it is empty."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError, TypeError):
+            return kind(text)
+    return text or None
+
+
 def read_csv(path: Path) -> list[dict]:
     """Rows of a table below its comments, numbers as numbers, None for what is empty."""
-
-    def value(text: str) -> int | float | str | None:
-        for kind in (int, float):
-            with contextlib.suppress(ValueError):
-                return kind(text)
-        return text or None
-
-    with open(path) as file:
+    with open(path, encoding="utf-8") as file:
         rows = csv.DictReader(line for line in file if not line.startswith("#"))
-        return [{name: value(text) for name, text in row.items()} for row in rows]
+        return [{name: cell(text) for name, text in row.items()} for row in rows]
 
 
 def read_scales(path: Path) -> dict[str, Scale]:
-    """From a table of env_id, low, high and source."""
-    return {
-        row["env_id"]: Scale(float(row["low"]), float(row["high"]), row.get("source") or "")
-        for row in read_csv(path)
-    }
+    """From a table of env_id, low, high and source; refuses what is none."""
+    scales = {}
+    try:
+        for row in read_csv(path):
+            scale = Scale(float(row["low"]), float(row["high"]), row.get("source") or "")
+            if not -LARGEST < scale.low < scale.high < LARGEST:
+                raise ValueError(f"{row['env_id']}: low {scale.low} is not below high {scale.high}")
+            scales[str(row["env_id"])] = scale
+    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+        refuse(f"--scales {path}: no table of env_id, low, high: {plain(error)}")
+    return scales
 
 
 def read_anchors(path: Path) -> list[SimpleNamespace]:

@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -48,6 +49,11 @@ def at_least(least: float, **flags: float):
 # --- commands -------------------------------------------------------------------------------------
 
 
+def is_file(word: str) -> bool:
+    """Whether a word of a command names a file; no error where it is too long for a name."""
+    return os.path.isfile(word)  # noqa: PTH113
+
+
 def split(command: str) -> list[str]:
     """A command's words, if its program and its script are there."""
     try:
@@ -55,7 +61,7 @@ def split(command: str) -> list[str]:
     except ValueError as error:
         refuse(f"--command {command!r}: {error}")
     at = script_at(words)
-    if not words or (at is not None and not Path(words[at]).is_file()):
+    if not words or (at is not None and not is_file(words[at])):
         refuse(f"--command {command!r}: {words[at] if words else 'it'} does not exist")
     if shutil.which(executable(words)[0]) is None:
         refuse(f"--command {command!r}: there is no program {words[0]}")
@@ -79,6 +85,25 @@ def given_twice(words: list[str], flags: Iterable[str]) -> str:
     return min(own & set(flags), default="")
 
 
+def env_workers(words: list[str]) -> int:
+    """How many processes or threads a command's --env-workers asks for; 1 if it asks for none."""
+    text = " ".join(words)
+    told = re.findall(r"(?:^| )--env[-_]workers[= ](\d{1,9})(?= |$)", text)
+    return max(1, int(told[-1])) if told else 1
+
+
+def warn_of_cores(words: list[str], workers: int):
+    """Say so if so many jobs at once of this command want more cores than there are."""
+    each = env_workers(words)
+    cores = len(os.sched_getaffinity(0))
+    if each > 1 and workers * each > cores:
+        print(
+            f"warning: --workers {workers} times --env-workers {each} want {workers * each} cores, "
+            f"and there are {cores}",
+            file=sys.stderr,
+        )
+
+
 def how_it_ended(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
@@ -96,10 +121,13 @@ def provenance(words: list[str], environment: Mapping[str, str] = os.environ) ->
             return None if done.returncode else done.stdout.strip()
 
     at = script_at(words)
-    before, source = words[:at], None if at is None else Path(words[at]).resolve()
+    before = words[:at]
+    source = None if at is None else Path(words[at]).resolve()
     git = "git", "--no-optional-locks", "-C", str(source.parent if source else os.devnull)
     changed = said(*git, "status", "--porcelain")
-    cpu, versions, gpus = platform.processor(), {}, None
+    cpu = platform.processor()
+    versions = {}
+    gpus = None
     with contextlib.suppress(OSError, IndexError):
         cpu = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[0]
     for word in before:
@@ -124,10 +152,36 @@ def provenance(words: list[str], environment: Mapping[str, str] = os.environ) ->
 # --- files and words ------------------------------------------------------------------------------
 
 
+def plain_file(path: str, flags: int) -> int:
+    """An opener for open(): OSError if the path leads to no plain file. A pipe would wait for ever,
+    and a device would never end."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"no plain file: {path}")
+    return descriptor
+
+
+def no_link(path: str, flags: int) -> int:
+    """An opener of plain files to write, which follows no link: it may lead anywhere."""
+    if Path(path).is_symlink():
+        raise OSError(f"a link, which is not followed: {path}")
+    return plain_file(path, flags | os.O_NOFOLLOW)
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """A plain file's content; ValueError if it has more bytes than `most`."""
+    with open(path, "rb", opener=plain_file) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"{path.name} has more than {most:,} bytes")
+    return content
+
+
 def lock(path: Path, wait: bool = False) -> TextIO | None:
     """The file, open and locked until it is closed; None if another process has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = open(path, "a")  # noqa: SIM115, the caller closes it
+    file = open(path, "a", opener=no_link)  # noqa: SIM115, the caller closes it
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -137,27 +191,60 @@ def lock(path: Path, wait: bool = False) -> TextIO | None:
 
 
 def locked(folder: Path) -> bool:
-    """Whether a process of this job lives."""
-    file = lock(folder / "lock")
+    """Whether a process of this job lives. A lock that can't be opened is held by none."""
+    try:
+        file = lock(folder / "lock")
+    except OSError:
+        return False
     if file:
         file.close()
     return file is None
 
 
+def write_bytes(path: Path, content: bytes):
+    """Whole or not at all. A link there is replaced, not followed."""
+    temporary = path.with_name(f"{path.name}.{uuid4().hex}")  # two commands may write it at once
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def strict(value: object) -> object:
+    """As JSON can hold it: null for a number that is not finite."""
+    if isinstance(value, dict):
+        return {name: strict(own) for name, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(own) for own in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
 def write_json(path: Path, content: dict):
     """Whole or not at all."""
-    temporary = path.with_name(f"{path.name}.{uuid4().hex}")  # two commands may write it at once
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
+    text = json.dumps(strict(content), indent=2, allow_nan=False)
+    write_bytes(path, f"{text}\n".encode())
+
+
+def remove(path: Path):
+    """A folder with all that is in it, a file, or a link but not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def tail(path: Path, lines: int = 6) -> list[str]:
-    """A text file's last lines that hold anything."""
-    if not path.exists():
+    """A text file's last lines that hold anything; none if it can't be read."""
+    try:
+        with open(path, "rb", opener=plain_file) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - 20_000))
+            text = file.read(20_000).decode(errors="replace")
+    except OSError:
         return []
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - 20_000))
-        text = file.read().decode(errors="replace")
     return [line for line in text.splitlines() if line.strip()][-lines:]
 
 

@@ -68,9 +68,23 @@ def group(runs: Iterable[data.Run]) -> list[Group]:
         usual = max(lengths, key=lengths.count, default="")
         by_length = defaultdict(list)
         for run in members:
-            by_length[run.budget or usual * (run.status != "finished")].append(run)
+            joins = run.status != "finished"
+            by_length[run.budget or (usual if joins else "")].append(run)
         groups += [Group(*place, name, len(by_length) > 1, own) for name, own in by_length.items()]
     return groups
+
+
+def must_have(runs: Iterable[data.Run], name: str, wanted: Iterable[str]):
+    """Refuse an env_id or algorithm of which there is no run."""
+    there = sorted({getattr(run, name) for run in runs})
+    missing = sorted(set(wanted) - set(there))
+    if missing:
+        refuse(f"no run of {', '.join(missing)}; there are {', '.join(there)}")
+
+
+def only(runs: Iterable[data.Run], name: str, wanted: Iterable[str]) -> list[data.Run]:
+    """The runs with such an env_id or algorithm, and those that can't be read: they may be."""
+    return [run for run in runs if getattr(run, name) in wanted or run.status == "unreadable"]
 
 
 def observed(groups: Iterable[Group], env_id: str, metric: str) -> Scale:
@@ -78,7 +92,8 @@ def observed(groups: Iterable[Group], env_id: str, metric: str) -> Scale:
     scores = np.concatenate([own.scores(metric) for own in groups if own.env_id == env_id])
     if not len(scores):
         return Scale(0.0, 1.0, "none: no finished run")
-    low, high = scores.min(), scores.max()
+    low = scores.min()
+    high = scores.max()
     return Scale(low, high if high > low else low + 1.0, "worst and best of these runs")
 
 
@@ -105,7 +120,9 @@ def compared(groups: list[Group], metric: str) -> list[tuple[dict, list[str]]]:
 def number(value: float | None) -> str:
     if value is None or not np.isfinite(value):
         return "-"
-    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 10 else 2
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    digits = 1 if abs(value) >= 10 else 2
     return f"{value:,.{digits}f}"
 
 
@@ -181,7 +198,9 @@ def normalised(members: list[Group], metric: str, scales: dict[str, Scale]) -> l
 
 def across(comparisons: list, metric: str, scales: dict[str, Scale]) -> list[str]:
     """Tables of normalised scores over environments."""
-    places, aggregates, pairs = [], [], []
+    places = []
+    aggregates = []
+    pairs = []
     statistics = (stats.iqm, stats.mean, stats.median, stats.optimality_gap)
     for k, (algorithms, env_ids) in enumerate(comparisons, 1):
         lengths = {member.budget for own in algorithms.values() for member in own}
@@ -297,7 +316,8 @@ def plot_curves(axes, groups: list[Group], by: Literal["steps", "hours"], looks:
     each = groupby(groups, key=lambda member: member.env_id)
     for (env_id, members), axis in zip(each, axes, strict=True):
         for member in members:
-            look, done = looks[member.algorithm], []
+            look = looks[member.algorithm]
+            done = []
             few = sum(len(run.returns) > 0 for run in member.finished) < 3
             for run in member.runs:
                 x = run.steps if by == "steps" else run.seconds / 3600
@@ -364,7 +384,7 @@ def write_csv(path: Path, rows: list[dict]):
         formula = isinstance(value, str) and value[:1] in ("=", "+", "-", "@")
         return f"'{value}" if formula else value  # for those who open it in a spreadsheet
 
-    with open(path, "w", newline="") as file:
+    with open(path, "w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, rows[0], lineterminator="\n")
         table.writeheader()
         table.writerows({key: cell(value) for key, value in row.items()} for row in rows)
@@ -410,22 +430,24 @@ def report(
     """
     runs = data.find(folders)
     for name, wanted in (("env_id", env_ids), ("algorithm", algorithms)):
-        there = sorted({getattr(run, name) for run in runs})
-        if missing := sorted(set(wanted) - set(there)):
-            refuse(f"no run of {', '.join(missing)}; there are {', '.join(there)}")
-        runs = [run for run in runs if not wanted or getattr(run, name) in wanted]
+        if wanted:
+            must_have(runs, name, wanted)
+            runs = only(runs, name, wanted)
     groups = group(runs)
     if not groups:
         refuse(f"no run that can be read: {runs[0].reason}")
-    known, shown = data.read_scales(scales), sorted({member.env_id for member in groups})
+    known = data.read_scales(scales)
+    shown = sorted({member.env_id for member in groups})
     ends = {name: known.get(name) or observed(groups, name, metric) for name in shown}
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         refuse(f"--output {output}: {error.strerror}")
-    rows, scores = [run_row(run) for run in runs], summary(groups)
+    rows = [run_row(run) for run in runs]
+    scores = summary(groups)
     bad = [row for row in rows if row["status"] != "finished" or not np.isfinite(row[metric])]
-    looks, comparisons = styles(groups), compared(groups, metric)
+    looks = styles(groups)
+    comparisons = compared(groups, metric)
     done = sum(run.status == "finished" for run in runs)
     parts = [f"# Report on {len(runs)} runs"]
     parts.append(f"{done} of {len(runs)} runs are finished. Statistics are of these alone.")
@@ -464,9 +486,12 @@ def report(
     write_csv(output / "runs.csv", rows)
     write_csv(output / "summary.csv", scores)
     page = "\n\n".join(parts) + "\n"
-    (output / "report.md").write_text(page)
-    (output / "index.html").write_text(webpage(page, output))
+    (output / "report.md").write_text(page, encoding="utf-8")
+    (output / "index.html").write_text(webpage(page, output), encoding="utf-8")
     print(f"{len(runs)} runs: {output / 'index.html'}")
+    for run in runs:
+        if run.status == "unreadable":
+            print(f"left out, as it can't be read: {run.reason}")
     if bad:
         print(f"{len(bad)} of {len(runs)} runs have no score, see the report", file=sys.stderr)
         raise SystemExit(1)

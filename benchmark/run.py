@@ -39,6 +39,10 @@ from benchmark.programs import at_least, executable, lock, refuse, script_at, ta
 STOPPED = {-15, 128 + 15, -2, 128 + 2, -10, 128 + 10}  # by SIGTERM, SIGINT or SIGUSR1
 PLACES = ("{env_id}", "{seed}", "{run_dir}")  # in the command of a program that is not ours
 OURS = ("--env-id", "--seed", "--run-dir")  # what each job is given
+KINDS = {  # of what job.json holds
+    "env_id": str, "script": str, "variant": str, "seed": int, "asked": str, "command": str,
+    "foreign": bool, "done": bool, "reason": str, "eval_episodes": int, "starts": list,
+}  # fmt: skip
 
 
 # --- one job --------------------------------------------------------------------------------------
@@ -59,14 +63,18 @@ class Work:
     stopped: bool = False  # by SIGTERM
     lock: TextIO | None = None
     slurm_id: str = ""
+    broken: str = ""  # why its folder can't be used
 
     def __call__(self):
         with contextlib.suppress(ValueError):  # in a thread, which gets none
             signal.signal(signal.SIGTERM, lambda *_: self.stop())
-        while not (held := lock(self.folder / "lock")):
-            if self.stopped:
-                return
-            time.sleep(0.2)
+        try:
+            held = self.hold()
+        except OSError as error:  # as where its lock is a link
+            self.write(self.read() | {"done": False, "reason": str(error)})
+            return
+        if not held:
+            return
         with held as self.lock:
             job = self.read() | {"done": False, "reason": ""}
             self.write(job)
@@ -81,8 +89,33 @@ class Work:
     def __str__(self) -> str:
         return "/".join(self.folder.parts[-3:])
 
+    def hold(self) -> TextIO | None:
+        """Its lock, when it is free; None if it is stopped before."""
+        while not self.stopped:
+            held = lock(self.folder / "lock")
+            if held:
+                return held
+            time.sleep(0.2)
+        return None
+
+    def load(self) -> dict:
+        """What job.json says, empty if there is none; an error if it says what it can't."""
+        path = self.folder / "job.json"
+        job = data.load_json(path) if data.there(path) else {}
+        for name, kind in KINDS.items():
+            if name in job:
+                data.typed(f"{name} in job.json", job[name], kind)
+        for start in job.get("starts", []):
+            data.typed("a start in job.json", start, dict)
+        return job
+
     def read(self) -> dict:
-        return data.read_json(self.folder / "job.json")
+        """What job.json says, and that it is not done if it can't be read."""
+        try:
+            job = self.load()
+        except (OSError, ValueError) as error:
+            job = {"reason": str(error)}
+        return {"done": False, "reason": "", "foreign": False, "starts": []} | job
 
     def write(self, job: dict):
         write_json(self.folder / "job.json", job)
@@ -102,9 +135,9 @@ class Work:
     def record(self, job: dict, words: list[str], resumed: bool):
         """Note in job.json what the command is started with, or resumed with if that is another."""
         now = programs.provenance(executable(words), self.environment())
-        starts = job.get("starts", []) if resumed else []
+        starts = job["starts"] if resumed else []
         same = ("source_sha256", "versions", "hardware")
-        if not starts or any(now[name] != starts[-1][name] for name in same):
+        if not starts or any(now[name] != starts[-1].get(name) for name in same):
             starts = [*starts, now]
         job["starts"] = starts
         self.write(job)
@@ -114,7 +147,7 @@ class Work:
         if self.stopped:
             raise Ended
         path = self.folder / "log.txt"
-        with open(path, "a") as log:
+        with open(path, "a", opener=programs.no_link) as log:
             log.write(f"$ {shlex.join(words)}\n")
             log.flush()
             self.process = subprocess.Popen(
@@ -130,7 +163,10 @@ class Work:
             raise Ended(f"{programs.how_it_ended(code)}: {programs.last_word(path)}")
 
     def train(self, job: dict):
-        words, run = shlex.split(job["command"]), self.folder / "run"
+        words = shlex.split(job["command"])
+        run = self.folder / "run"
+        if run.is_symlink():
+            raise Ended(f"a link, which is not followed: {run}")
         if data.read_json(run / "run.json").get("status") == "finished":
             return
         resumed = not job["foreign"] and (run / "checkpoint.pt").exists()
@@ -147,21 +183,37 @@ class Work:
 
     def finish(self, job: dict):
         """Play and write the table."""
-        run, log, played = (self.folder / name for name in ("run", "log.txt", "evaluation.json"))
+        run = self.folder / "run"
+        log = self.folder / "log.txt"
+        returns = self.played()
         data.read_folder(run, job)  # which must be possible
-        returns = data.read_json(played).get("returns", [])
         if job["eval_episodes"] not in (0, len(returns)):
             words = shlex.split(job["command"])
             flags = ["--evaluate", str(run), "--env-id", job["env_id"]]
             flags += ["--eval-episodes", str(job["eval_episodes"])]
             before = log.stat().st_size
             self.start(["python", words[script_at(words)], *flags])
-            said = log.read_bytes()[before:].decode(errors="replace")
+            with open(log, "rb") as file:
+                file.seek(before)
+                said = file.read().decode(errors="replace")
             found = re.findall(r"eval_episode=\d+, episodic_return=(\S+)", said)
             returns = [float(episodic_return) for episodic_return in found]
-            write_json(played, {"returns": returns})
+            write_json(self.folder / "evaluation.json", {"returns": returns})
         if self.results:
             data.commit(run, job, returns, self.results)
+
+    def played(self) -> list:
+        """Returns of the final policy, empty if it has not played. A file that holds none goes."""
+        path = self.folder / "evaluation.json"
+        if not data.there(path):
+            return []
+        try:
+            returns = data.load_json(path).get("returns")
+            data.scores(returns)
+        except (OSError, ValueError, TypeError):
+            path.unlink()
+            return []
+        return returns
 
     def checkpoint(self):
         """On Slurm's warning: stop the script, which saves, and be queued again."""
@@ -181,7 +233,8 @@ class Local:
     def __init__(self, workers: int, gpus: list[str], gpus_per_job: int):
         if gpus_per_job > len(gpus) and gpus:
             refuse(f"--gpus-per-job {gpus_per_job}: there are {len(gpus)}, {', '.join(gpus)}")
-        dealt, each = itertools.cycle(gpus or [""]), gpus_per_job if gpus else 1
+        dealt = itertools.cycle(gpus or [""])
+        each = gpus_per_job if gpus else 1
         shares = [",".join(itertools.islice(dealt, each)) for _ in range(workers)]
         self.mine = threading.local()  # of each of the threads: its share
         self.pool = ThreadPoolExecutor(
@@ -223,7 +276,8 @@ class Slurm:
         self.executor.update_parameters(
             array_parallelism=workers, time=minutes, additional_parameters=more
         )
-        self.asked, self.queue = 0.0, set()  # when Slurm was asked, and the ids that it told
+        self.asked = 0.0  # when Slurm was asked
+        self.queue = set()  # the ids that it told
         self.ours = set()  # ids of the jobs handed over
 
     def queued(self) -> set[str]:
@@ -232,7 +286,8 @@ class Slurm:
             command = ["squeue", "--me", "--noheader", "--array", "--format=%i"]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode == 0:
-                self.asked, self.queue = time.time(), set(done.stdout.split())
+                self.asked = time.time()
+                self.queue = set(done.stdout.split())
             elif not self.asked:  # what an earlier command has submitted must be known
                 refuse(f"squeue: {done.stderr.strip()}")
         return self.queue
@@ -240,13 +295,14 @@ class Slurm:
     def start(self, jobs: list[Work]):
         """Hand over all that an earlier command has not."""
         for job in jobs:
-            job.slurm_id = data.read_json(job.folder / "slurm.json").get("id", "")
+            job.slurm_id = str(data.read_json(job.folder / "slurm.json").get("id", ""))
         new = [job for job in jobs if job.slurm_id not in self.queued()]
         for job, handle in zip(new, self.executor.submit_array(new) if new else [], strict=True):
             job.slurm_id = handle.job_id
             write_json(job.folder / "slurm.json", {"id": job.slurm_id})
             self.queue.add(job.slurm_id)
-        self.asked, self.ours = time.time(), {job.slurm_id for job in jobs}
+        self.asked = time.time()
+        self.ours = {job.slurm_id for job in jobs}
 
     def ended(self, jobs: list[Work]) -> list[Work]:
         gone = [job for job in jobs if job.slurm_id not in self.queued()]
@@ -261,49 +317,63 @@ def plan(
     env_ids: list[str], command: str, seeds: range, runs_dir: Path, variant: str,
     eval_episodes: int, results: Path | None = None,
 ) -> list[Work]:  # fmt: skip
-    """The jobs of a command; those that are new get their folder and job.json."""
+    """The jobs of a command; those that are new get their folder and job.json. One whose folder
+    can't be used is broken."""
     words = programs.split(command)
-    at, given = script_at(words), programs.given_twice(words, OURS)
+    at = script_at(words)
+    given = programs.given_twice(words, OURS)
     foreign = any(place in command for place in PLACES)
     if not foreign:
         words += itertools.chain(*zip(OURS, PLACES, strict=True))
     needed = PLACES if len(env_ids) > 1 else PLACES[1:]
     lacking = [place for place in needed if place not in shlex.join(words)]
-    for wrong, why in (
-        (at is None, "names no script (a word that ends with .py)"),
-        (lacking, f"{' and '.join(lacking)} is missing, so that all jobs would be the same"),
-        (given and not foreign, f"{given} is given to each job by this program"),
-    ):
-        if wrong:
-            refuse(f"--command {command!r}: {why}")
+    if at is None:
+        refuse(f"--command {command!r}: names no script (a word that ends with .py)")
+    if lacking:
+        why = f"{' and '.join(lacking)} is missing, so that all jobs would be the same"
+        refuse(f"--command {command!r}: {why}")
+    if given and not foreign:
+        refuse(f"--command {command!r}: {given} is given to each job by this program")
     if not re.fullmatch(r"[\w.+-]+", variant):
         refuse(f"--variant {variant!r}: must be a word; it names files")
     try:
         slugs = {env_id: data.slug(env_id) for env_id in env_ids}
     except ValueError as error:
         refuse(f"--env-ids: {error}")
-    jobs, script = [], Path(words[at]).stem
+    jobs = []
+    script = Path(words[at]).stem
     for env_id, seed in itertools.product(slugs, seeds):
         folder = runs_dir / slugs[env_id] / script / f"{variant}-s{seed}"
         own = words
         for place, value in zip(PLACES, (env_id, seed, folder / "run"), strict=True):
             own = [word.replace(place, str(value)) for word in own]
-        jobs.append(Work(folder, results))
-        made = jobs[-1].read()
-        if (made.get("asked", command), made.get("env_id", env_id)) != (command, env_id):
+        work = Work(folder, results)
+        jobs.append(work)
+        try:
+            made = work.load()
+        except (OSError, ValueError) as error:
+            work.broken = f"{folder}: {error}; delete it, or give another --variant or --runs-dir"
+            continue
+        before = made.get("asked", command)
+        of = made.get("env_id", env_id)
+        if before != command or of != env_id:
             refuse(
-                f"{folder} was made by {made['asked']!r} for {made['env_id']}; give another "
-                "--variant or --runs-dir, or delete it"
+                f"{folder} was made by {before!r} for {of}; give another --variant or --runs-dir, "
+                "or delete it"
             )
-        job = {"env_id": env_id, "script": script, "variant": variant, "seed": seed}
-        job |= {"foreign": foreign, "done": False, "reason": ""} | made
+        job = {"done": False, "reason": ""} | made
+        job |= {"env_id": env_id, "script": script, "variant": variant, "seed": seed}
+        job |= {"foreign": foreign}
         played = 0 if foreign else eval_episodes
         if made.get("eval_episodes") != played:
             job |= {"done": False, "reason": ""}
         job |= {"asked": command, "command": shlex.join(own), "eval_episodes": played}
         if job != made:
-            folder.mkdir(parents=True, exist_ok=True)
-            jobs[-1].write(job)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                work.write(job)
+            except OSError as error:
+                work.broken = str(error)
     return jobs
 
 
@@ -328,7 +398,9 @@ def attempt(place: Local | Slurm, jobs: list[Work], last: bool) -> tuple[list[Wo
         if programs.locked(job.folder):  # by another command, or what a killed one left
             say(f"{job}: runs already")
     place.start(jobs)
-    left, again, failed = list(jobs), [], []
+    left = list(jobs)
+    again = []
+    failed = []
     bar = tqdm(total=len(jobs), unit=" jobs", leave=False, disable=None)  # on a terminal
     while left:
         time.sleep(0.5)
@@ -337,11 +409,12 @@ def attempt(place: Local | Slurm, jobs: list[Work], last: bool) -> tuple[list[Wo
             ended = job.read()
             reason = ended["reason"] or "cut off"
             if ended["done"]:
-                run = data.read_job(job.folder)
+                run = data.read(job.folder)
                 scores = (f"{name} {run.score(name):,.1f}" for name in ("training", "evaluation"))
                 say(f"{job}: done; {', '.join(scores)}")
             elif last or re.match(r"exit code 2\b", reason):  # which means wrong arguments
-                job.write(ended | {"reason": reason})
+                with contextlib.suppress(OSError):
+                    job.write(ended | {"reason": reason})
                 say(f"{job}: failed; {reason}")
                 failed.append(job)
             else:
@@ -397,6 +470,8 @@ def run(
     if runs_dir.exists() and not runs_dir.is_dir():
         refuse(f"--runs-dir {runs_dir}: not a folder")
     seeds = range(start_seed, start_seed + num_seeds)
+    if cluster == "local":
+        programs.warn_of_cores(programs.split(command), workers)
     if dry_run:
         with tempfile.TemporaryDirectory() as folder:
             for job in plan(env_ids, command, seeds, Path(folder), variant, eval_episodes):
@@ -411,13 +486,15 @@ def run(
     def ready(job: dict) -> bool:
         return job["done"] and (results is None or data.committed(job, results).exists())
 
-    left, failed = [job for job in jobs if not ready(job.read())], []
-    say(f"{len(jobs)} jobs in {runs_dir}, {len(jobs) - len(left)} done before")
+    failed = [job for job in jobs if job.broken]
+    left = [job for job in jobs if not job.broken and not ready(job.read())]
+    say(f"{len(jobs)} jobs in {runs_dir}, {len(jobs) - len(left) - len(failed)} done before")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
     try:
         while left:
             left, lost = attempt(place, left, last=retries == 0)
-            failed, retries = failed + lost, retries - 1
+            failed += lost
+            retries -= 1
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # uv sends its copy of a Ctrl-C at once
         time.sleep(0.5)
@@ -425,7 +502,8 @@ def run(
         say(place.stop())
         raise SystemExit(128 + signal.SIGINT) from None
     for job in failed:
-        print(f"\n{job} failed: {job.read()['reason']}\n  log: {job.folder / 'log.txt'}")
+        reason = job.broken or job.read()["reason"]
+        print(f"\n{job} failed: {reason}\n  log: {job.folder / 'log.txt'}")
         print("".join(f"  | {line}\n" for line in tail(job.folder / "log.txt")), end="")
     print(f"{len(jobs) - len(failed)} of {len(jobs)} jobs done, {len(failed)} failed")
     if failed:

@@ -13,12 +13,14 @@ scripts round down to whole iterations. For others let --warmup-steps be a multi
 import contextlib
 import csv
 import itertools
+import math
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -33,7 +35,22 @@ from tyro.conf import UseAppendAction
 from benchmark import data, peers, programs
 from benchmark.programs import at_least, refuse, script_at
 
-COLUMNS = ("program", "round", "run", "steps", "cpu_seconds", "wall_seconds", "peak_mb")
+FASTEST = 1e9  # steps per second that no program makes
+
+
+class Row(NamedTuple):
+    """Of the table: what one run took."""
+
+    program: str
+    round: int
+    run: str  # cold, short or long
+    steps: int
+    cpu_seconds: float
+    wall_seconds: float
+    peak_mb: float
+
+
+COLUMNS = Row._fields
 
 
 class Cost(NamedTuple):
@@ -60,43 +77,80 @@ class Program:
     command: str  # as given
     words: list[str]  # as run, from any folder
     variables: dict[str, str] = field(default_factory=dict)  # of its environment
+    limit: float = 3600.0  # seconds that a run may take
 
     def run(self, steps: int) -> Cost:
-        """Run to the end in an empty folder; exits with the end of its log if it fails."""
+        """Run to the end in an empty folder; exits with the end of its log if it fails, or is still
+        at it when its time is over."""
         with TemporaryDirectory() as folder, open(f"{folder}/log.txt", "w") as log:
             start = time.perf_counter()
             process = subprocess.Popen(
                 [*self.words, "--total-timesteps", str(steps)], cwd=folder, stdout=log, stderr=log,
                 env=os.environ | self.variables, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
+            clock = threading.Timer(self.limit, os.killpg, (process.pid, signal.SIGKILL))
+            clock.start()
             try:
                 _, status, usage = os.wait4(process.pid, 0)
             except KeyboardInterrupt:
                 os.killpg(process.pid, signal.SIGKILL)
                 raise SystemExit(130) from None
+            finally:
+                clock.cancel()
             wall = time.perf_counter() - start
-            process.returncode = code = os.waitstatus_to_exitcode(status)
+            process.returncode = os.waitstatus_to_exitcode(status)
             said = Path(folder, "log.txt")
-            eager = "going on eagerly" in said.read_text(errors="replace")
-            if code or eager:
-                how = "does not compile" if eager else programs.how_it_ended(code)
+            how = ""
+            if wall > self.limit:
+                how = f"still at it after {self.limit:,.0f} s, see --time-limit"
+            elif holds(said, b"going on eagerly"):
+                how = "does not compile"
+            elif process.returncode:
+                how = programs.how_it_ended(process.returncode)
+            if how:
                 fail(f"{self.name}: {how}:", *programs.tail(said, 15))
-            found = map(data.read_json, Path(folder).rglob("run.json"))
-            done = [x for x in (run.get("global_step") for run in found) if x is not None]
-        cpu, memory = usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e6
-        return Cost(max(done, default=steps), round(cpu, 3), round(wall, 3), round(memory, 1))
+            done = steps_done(Path(folder), steps)
+        cpu = usage.ru_utime + usage.ru_stime
+        memory = usage.ru_maxrss * 1024 / 1e6
+        return Cost(done, round(cpu, 3), round(wall, 3), round(memory, 1))
 
     def enough(self, warmup: int, seconds: float) -> int:
         """How many steps beyond `warmup` take about so many CPU-seconds, or, of a program that
         mostly waits, seconds; a multiple of it."""
-        short, more = self.run(warmup), warmup
-        while True:
-            cost = self.run(warmup + more).beyond(short)
+        short = self.run(warmup)
+        more = warmup
+        while more < FASTEST * seconds:
+            tried = more
+            cost = self.run(warmup + tried).beyond(short)
             waits = cost.cpu <= seconds / 4
             if cost.steps > 0 and (cost.wall > seconds or not waits):
                 took = cost.wall if waits else cost.cpu
                 return max(1, round(more * seconds / took / warmup)) * warmup
-            more *= 4
+            hardly = max(cost.cpu, cost.wall) < seconds / 100
+            more *= 16 if hardly else 4
+        fail(
+            f"{self.name}: its time does not depend on --total-timesteps: {warmup:,} took "
+            f"{short.wall:.1f} s, {tried:,} more {cost.wall:.1f} s"
+        )
+
+
+def holds(path: Path, words: bytes) -> bool:
+    """Whether a file, which may be larger than memory, has these words in it."""
+    before = b""
+    with open(path, "rb") as file:
+        while part := file.read(2**20):
+            if words in before + part:
+                return True
+            before = part[-len(words) :]
+    return False
+
+
+def steps_done(folder: Path, asked: int) -> int:
+    """The environment steps that a program says it did or, if it says nothing of the kind, those
+    asked for."""
+    told = [data.read_json(path).get("global_step") for path in folder.rglob("run.json")]
+    numbers = [x for x in told if isinstance(x, int | float) and 0 <= x < math.inf]
+    return int(max(numbers, default=asked))
 
 
 def stem(words: list[str]) -> str:
@@ -109,7 +163,7 @@ def program(text: str) -> Program:
     get their whole paths."""
     name, command = re.fullmatch(r"(?:([\w.+-]+)=)?(.*)", text, re.DOTALL).groups()
     words = programs.split(command)
-    whole = [str(Path(word).resolve()) if Path(word).is_file() else word for word in words]
+    whole = [str(Path(word).resolve()) if programs.is_file(word) else word for word in words]
     return Program(name or stem(words), command, programs.executable(whole))
 
 
@@ -156,22 +210,32 @@ class Summary:
     busy: np.ndarray  # CPU time over wall time
 
 
+def by_round(rows: list[Row], run: str) -> dict[str, np.ndarray]:
+    """A program's columns [rounds] of numbers, of its short or its long runs."""
+    own = [row for row in rows if row.run == run]
+    names = ("steps", "cpu_seconds", "wall_seconds", "peak_mb")
+    return {name: np.array([getattr(row, name) for row in own]) for name in names}
+
+
 def summarise(rows: list[tuple]) -> dict[str, Summary]:
     """From rows of COLUMNS, program by program."""
     summaries = {}
-    for name in dict.fromkeys(row[0] for row in rows):
-        cold, short, long = (  # each steps, CPU-seconds, seconds and MB by round
-            np.array([row[3:] for row in rows if (row[0], row[2]) == (name, kind)]).T
-            for kind in ("cold", "short", "long")
-        )
-        steps, cpu, wall, _ = long - short
+    table = [Row(*row) for row in rows]
+    for name in dict.fromkeys(row.program for row in table):
+        own = [row for row in table if row.program == name]
+        cold = next(row for row in own if row.run == "cold")
+        short = by_round(own, "short")
+        long = by_round(own, "long")
+        steps = long["steps"] - short["steps"]
+        cpu = long["cpu_seconds"] - short["cpu_seconds"]
+        wall = long["wall_seconds"] - short["wall_seconds"]
         rates = steps / wall
         summaries[name] = Summary(
             cpu_rates=steps / np.where(cpu > 0, cpu, np.nan),
             rates=rates,
-            starts=short[2] - short[0] / rates,
-            cold=cold[2, 0] - cold[0, 0] / np.median(rates),
-            memory=long[3].max(),
+            starts=short["wall_seconds"] - short["steps"] / rates,
+            cold=cold.wall_seconds - cold.steps / np.median(rates),
+            memory=long["peak_mb"].max(),
             busy=cpu / wall,
         )
     return summaries
@@ -191,7 +255,8 @@ def report(summaries: dict[str, Summary], variants: list[str]):
         rates = [spread(values, ",.0f") for values in (x.cpu_rates, x.rates)]
         rows.append([name, *rates, spread(x.starts, ".1f"), f"{x.cold:.1f}", f"{x.memory:,.0f}"])
     for a, b in itertools.product(variants, [name for name in summaries if name not in variants]):
-        mine, other = summaries[a], summaries[b]
+        mine = summaries[a]
+        other = summaries[b]
         parts = mine.cpu_rates / other.cpu_rates, mine.rates / other.rates  # round by round
         rows.append([f"{a} / {b}", *(spread(part, ".2f") for part in parts), "", "", ""])
     print(f"\n{programs.aligned(rows, range(6))}")
@@ -204,7 +269,9 @@ def commit(found: dict) -> str:
     """Of data.provenance, in words; of a script in no repository the digest of its source."""
     if not found["git_commit"]:
         return f"none, sha256 of the source {found['source_sha256']}"
-    return found["git_commit"] + " and changes" * found["git_dirty"]
+    if found["git_dirty"]:
+        return f"{found['git_commit']} and changes"
+    return found["git_commit"]
 
 
 def facts(entries: list[Program]) -> dict[str, object]:
@@ -233,6 +300,7 @@ def speed(
     threads: int = 1,
     vary: str = "",
     output: Path = Path("runs/speed"),
+    time_limit: float = 3600.0,
 ):
     """Measure how fast programs train, side by side with peers and the environment alone. Exit code
     1 if one of them fails.
@@ -251,17 +319,20 @@ def speed(
         threads: of OpenMP, OpenBLAS and MKL; our scripts have flags of their own
         vary: a flag and its values, e.g. "num-envs 1 2 4": measure with each, peers too
         output: the table, or a folder for it: <script>-<environment>.csv; .part.csv until the end
+        time_limit: seconds that a run may take
     """
     at_least(1, rounds=rounds, warmup_steps=warmup_steps, threads=threads)
     at_least(0, steps=steps)
-    at_least(0.1, seconds=seconds)
+    at_least(0.1, seconds=seconds, time_limit=time_limit)
     if not command:
         refuse("--command is missing")
-    flag, values = vary.removeprefix("--").split()[:1], vary.split()[1:]  # none or one, some
+    flag = vary.removeprefix("--").split()[:1]  # none or one
+    values = vary.split()[1:]
     if vary and not (values and re.fullmatch(r"[a-z][\w-]*", flag[0])):
         refuse(f'--vary {vary!r}: give a flag and its values, e.g. "num-envs 1 2 4"')
     variants = [program(text) for text in command]
-    entries, first = variants + [program(text) for text in peer], variants[0]
+    entries = variants + [program(text) for text in peer]
+    first = variants[0]
     kinds = [kind for kind, wanted in (("sb3", sb3), ("bare", bare)) if wanted]
     entries += [built_in(kind, first) for kind in kinds if peers.fit(first.words)]
     names = [entry.name for entry in entries]
@@ -288,10 +359,12 @@ def speed(
         for value in values or [""]:
             more = [f"--{flag[0]}", value] if vary else []
             print(f"\n{' '.join(more)}")
-            now, rows = [], []
+            now = []
+            rows = []
             for entry in entries:
                 own = variables | {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/{entry.name}{value}"}
-                now.append(replace(entry, words=entry.words + more, variables=own))
+                words = entry.words + more
+                now.append(replace(entry, words=words, variables=own, limit=time_limit))
             for row in measure(now, rounds, warmup_steps, seconds, steps):
                 print(*row, flush=True)
                 table.writerow([*more[1:], *row])

@@ -15,7 +15,6 @@ import csv
 import math
 import os
 import shlex
-import shutil
 import signal
 import sys
 import threading
@@ -106,7 +105,10 @@ class Search:
         from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
         journal = self.folder / "journal.log"
-        journal.touch()
+        try:
+            open(journal, "ab", opener=programs.no_link).close()
+        except OSError as error:
+            refuse(f"--study {self.folder}: {error}; give another folder")
         held = JournalFileSymlinkLock(str(journal))  # other processes may write
         held.acquire()
         os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
@@ -132,7 +134,7 @@ class Search:
             running = [t.number for t in trials if t.state.name == "RUNNING"]
             new = [len(trials)] if len(trials) - self.failed_before < self.trials else []
             for folder in self.folder.glob(f"*/*/trial-{len(trials):04}-s*"):
-                shutil.rmtree(folder)  # its trial is not in the journal, which was cut
+                programs.remove(folder)  # its trial is not in the journal, which was cut
             locks = ((n, lock(self.folder / f"trial-{n:04}.lock")) for n in running + new)
             number, held = next((pair for pair in locks if pair[1]), (None, None))
             if not held:
@@ -149,7 +151,8 @@ class Search:
     def on_signal(self, number, frame):
         """Ask the scripts to stop, which save themselves; given again, kill them."""
         self.stopped_at = self.stopped_at or time.monotonic()
-        kill, self.signal = time.monotonic() - self.stopped_at > 1, number  # uv sends two at once
+        kill = time.monotonic() - self.stopped_at > 1  # uv sends two at once
+        self.signal = number
         self.stop.set()
         print("\nstopping after these iterations; Ctrl-C: at once", file=sys.stderr, flush=True)
         for work in self.works:
@@ -157,18 +160,22 @@ class Search:
 
     def train(self, number: int, env_id: str, seed: int, flags: list[str]) -> float:
         """Train, or go on, or find it done; the scaled score."""
-        command, variant = f"{self.command} {shlex.join(flags)}", f"trial-{number:04}"
+        command = f"{self.command} {shlex.join(flags)}"
+        variant = f"trial-{number:04}"
         (work,) = plan([env_id], command, range(seed, seed + 1), self.folder, variant, 0)
+        if work.broken:
+            raise ValueError(work.broken)
         self.works.append(work)
         if self.stop.is_set():  # since just now
             work.stop()
         work()
-        ended = data.read_json(work.folder / "job.json")
+        ended = work.read()
         if not ended["done"] and not ended["reason"]:
             raise Stopped
-        score = data.read_job(work.folder).score("training") if ended["done"] else math.nan
+        run = data.read(work.folder)
+        score = run.score("training") if ended["done"] else math.nan
         if not math.isfinite(score):
-            reason = ended["reason"] or f"its score is {score}"
+            reason = ended["reason"] or run.reason or f"its score is {score}"
             raise ValueError(f"{env_id}, seed {seed}: {reason}; {work.folder / 'log.txt'}")
         low, high = self.scales[env_id]
         return (score - low) / (high - low)
@@ -190,7 +197,8 @@ class Search:
         """Do what is left of a trial and tell the study how it ended."""
         from optuna.trial import TrialState
 
-        start, flags = time.time(), self.flags(trial.params)
+        start = time.time()
+        flags = self.flags(trial.params)
         try:
             scores, pruned = self.train_all(trial, flags)
         except (OSError, ValueError) as error:  # a run that failed, or its table
@@ -203,7 +211,8 @@ class Search:
             trial.study.tell(trial, state=TrialState.PRUNED)
         else:
             trial.study.tell(trial, score)
-        told = f"{score:.4g}{', pruned' * pruned}, {time.time() - start:.0f} s"
+        ended = ", pruned" if pruned else ""
+        told = f"{score:.4g}{ended}, {time.time() - start:.0f} s"
         print(f"trial {trial.number}: {told}  {shlex.join(flags)}", flush=True)
 
     def worker(self):
@@ -213,7 +222,8 @@ class Search:
         while running and not self.stop.is_set():
             trial, held, running = self.claim(study)
             if not trial:  # another process may be killed and leave us its own
-                self.stop.wait(0.5 * running)
+                if running:
+                    self.stop.wait(0.5)
                 continue
             with held, contextlib.suppress(Stopped):
                 self.work(trial)
@@ -223,7 +233,7 @@ class Search:
 
 
 def write(search: Search, trials: list) -> list[list]:
-    """trials.csv, by one process at a time; its rows."""
+    """trials.csv, by one process at a time; its header and a row for each trial, by number."""
     rows = [["trial", "state", "score", "seconds", *search.space, *search.scales, "commit"]]
     for trial in trials:
         scores = trial.user_attrs.get("scores", {})
@@ -232,29 +242,34 @@ def write(search: Search, trials: list) -> list[list]:
         row += [trial.params.get(name, "") for name in search.space]
         row += [mean(scores[env_id]) if scores else "" for env_id in search.scales]
         jobs = sorted(search.folder.glob(f"*/*/trial-{trial.number:04}-s*/job.json"))
-        starts = [start for job in jobs for start in data.read_json(job).get("starts", [])]
-        rows.append([*row, starts[0]["git_commit"] if starts else ""])
+        starts = [start for job in jobs for start in Work(job.parent, None).read()["starts"]]
+        row.append(starts[0].get("git_commit") if starts else "")
+        rows.append(row)
     table = search.folder / "trials.csv"
     with lock(search.folder / "lock", wait=True), open(table, "w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(rows)
     return rows
 
 
-def report(search: Search, study, rows: list[list]):
-    """The best trials, what mattered and the best command."""
+def report(search: Search, study, trials: list, rows: list[list]):
+    """The best trials, by the rows that `write` gave, what mattered and the best command."""
     import optuna
 
-    best = sorted((row for row in rows if row[1] == "complete"), key=lambda row: -row[2])
+    complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
+    best = sorted(complete, key=lambda trial: -trial.value)
     if not best:
         return
-    shown = [row[:-1] for row in [rows[0], *best[:10]]]
-    shown = [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in shown]
+    header, *table = rows
+    shown = [header[:-1]]  # without the commit
+    for trial in best[:10]:
+        cells = table[trial.number][:-1]
+        shown.append([f"{x:.4g}" if isinstance(x, float) else str(x) for x in cells])
     print(f"\n{programs.aligned(shown, range(len(shown[0])))}")
-    if best[0][2] > best[-1][2]:
+    if best[0].value > best[-1].value:
         importances = optuna.importance.get_param_importances(study)
         parts = (f"{name} {share:.2f}" for name, share in importances.items())
         print(f"\nimportance: {', '.join(parts)}")
-    print(f"\nbest: {search.command} {shlex.join(search.flags(study.trials[best[0][0]].params))}")
+    print(f"\nbest: {search.command} {shlex.join(search.flags(best[0].params))}")
 
 
 def tune(
@@ -300,6 +315,7 @@ def tune(
         refuse("--search or --env-ids: one of them is given twice")
     if given := programs.given_twice(split(command), [*OURS, *(f"--{name}" for name in space)]):
         refuse(f"--command {command!r}: {given} is given to each run by this program")
+    programs.warn_of_cores(split(command), workers)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     seeds = list(range(start_seed, start_seed + num_seeds))
     asked = Search(command, space, scales_of(env_ids, scales), seeds, trials, study, prune, seed)
@@ -312,8 +328,8 @@ def tune(
         known = asked.study()
         before = known.user_attrs.get("settings", common)
         for name, value in common.items():
-            if before[name] != value:
-                refuse(f"--study {study}: {name} was {before[name]}; give another folder")
+            if before.get(name) != value:
+                refuse(f"--study {study}: {name} was {before.get(name)}; give another folder")
         known.set_user_attr("settings", common)
         asked.failed_before = sum(t.state.name == "FAIL" for t in known.trials)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -324,8 +340,9 @@ def tune(
 
     ended = known.trials
     states = [t.state.name for t in ended]
-    report(asked, known, write(asked, ended))
-    pruned, failed = states.count("PRUNED"), states.count("FAIL")
+    report(asked, known, ended, write(asked, ended))
+    pruned = states.count("PRUNED")
+    failed = states.count("FAIL")
     done = states.count("COMPLETE") + pruned
     told = f"{done} of {trials} trials done, {pruned} of them pruned, {failed} failed"
     print(f"{told}; table: {study / 'trials.csv'}")

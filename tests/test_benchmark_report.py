@@ -6,6 +6,9 @@ import csv
 import json
 import math
 import re
+import shlex
+import subprocess
+import sys
 import time
 from html.parser import HTMLParser
 from itertools import combinations, product
@@ -16,7 +19,7 @@ import pytest
 
 from benchmark import data, stats
 from benchmark.compare import compare, judge
-from benchmark.published import curves, tables
+from benchmark.published import curves, docs, tables
 from benchmark.report import band, report
 
 EXACT = {"rel": 0, "abs": 1e-9}
@@ -138,9 +141,37 @@ def test_permutation_test_by_all_labels():
     observed = abs(stats.improvement(*x, *y) - 0.5)
     p = np.mean(np.array(distances) >= observed - 1e-9)
     assert 0.02 < p < 0.9
-    assert stats.permutation_test(x, y, 20_000) == pytest.approx(p, abs=0.015)
+    assert stats.permutation_test(x, y) == pytest.approx(p, **EXACT)  # all 400 of them
+    assert stats.permutation_test(x, y, 399) == pytest.approx(p, abs=0.08)  # drawn at random
     apart = [np.arange(5.0)], [np.arange(5.0) + 9]  # 2 of 252 labellings
-    assert stats.permutation_test(*apart, 20_000) == pytest.approx(2 / 252, abs=0.003)
+    assert stats.permutation_test(*apart) == pytest.approx(2 / 252, **EXACT)
+    assert stats.permutation_test(*apart, 251) == pytest.approx(2 / 252, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "least"),
+    [
+        ([(3, 3)], 0.1),
+        ([(2, 2)], 1 / 3),
+        ([(4, 4)], 2 / 70),
+        ([(3, 5)], 2 / 56),
+        ([(2, 2), (2, 2)], 2 / 36),
+        ([(2, 3), (2, 2), (3, 2)], 2 / 600),
+        ([(1, 1)], 1.0),
+    ],
+)
+def test_the_least_p_that_seeds_can_give(seeds, least):
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(40):
+        x, y = ([rng.normal(size=pair[side]) for pair in seeds] for side in (0, 1))
+        found.append(stats.permutation_test(x, y))
+    high = [np.arange(n) + 100.0 for n, _ in seeds]
+    low = [np.arange(m) * 1.0 for _, m in seeds]
+    assert stats.permutation_test(high, low) == pytest.approx(least, **EXACT)
+    assert stats.permutation_test(low, high) == pytest.approx(least, **EXACT)
+    assert min(found) >= least - 1e-9
+    assert stats.least_p(high, low) == pytest.approx(least, **EXACT)
 
 
 @pytest.mark.parametrize("seeds", [3, 5, 10])
@@ -474,6 +505,85 @@ def test_compare_ends(tmp_path, capsys):
         assert code == 2 and words in error and error.count("\n") == 1
 
 
+def sides(root: Path, seeds: int, env_ids: tuple[str, ...] = ("A-v0",)) -> tuple[Path, Path]:
+    """Two folders of runs, the second one's all better."""
+    for folder, shift in (("before", 0), ("after", 500)):
+        for env_id, seed in product(env_ids, range(seeds)):
+            write_run(root / folder, env_id, "ppo", seed, 200 + 10 * seed + shift)
+    return root / "before", root / "after"
+
+
+def test_compare_says_which_folder_is_a_and_which_is_b(tmp_path, capsys):
+    a, b = sides(tmp_path, 5)
+    compare(a, b)
+    assert capsys.readouterr().out.startswith(f"A, the old: {a}\nB, the new: {b}\n")
+    for seed in range(5):
+        write_run(a, "A-v0", "slow", seed, 1.0 + seed)
+    compare(a, algorithm=("slow", "ppo"))
+    told = capsys.readouterr().out
+    assert told.startswith(f"A, the old: {a}\nB, the new: {a}\n") and "A slow, B ppo" in told
+
+
+def test_compare_says_when_no_result_could_be_evidence(tmp_path, capsys):
+    compare(*sides(tmp_path / "three", 3))
+    told = capsys.readouterr().out
+    assert "P(B > A) = 1.00" in told and "permutation p = 0.1\n" in told
+    assert "  with 3 against 3 seeds no result could reach p < 0.05: the smallest is 0.1\n" in told
+    compare(*sides(tmp_path / "four", 4))
+    told = capsys.readouterr().out
+    assert "permutation p = 0.0286\n" in told and "\n  improved\n" in told
+    assert "could reach" not in told
+    compare(*sides(tmp_path / "two", 2, ("A-v0", "B-v0")))
+    told = capsys.readouterr().out
+    assert "  with 2 against 2 seeds no result could reach p < 0.05: the smallest is 0.0556" in told
+    a, b = sides(tmp_path / "more", 2, ("A-v0", "B-v0"))
+    write_run(b, "B-v0", "ppo", 2, 900)
+    compare(a, b)  # 60 labellings
+    assert "could reach" not in capsys.readouterr().out
+
+
+def test_compare_on_some_environments(tmp_path, capsys):
+    a, b = sides(tmp_path, 4, ("A-v0", "B-v0"))
+    compare(a, b, env_ids=("B-v0",))
+    told = capsys.readouterr().out
+    assert "B-v0" in told and "A-v0" not in told
+    code, error = ends(capsys, compare, a, b, env_ids=("C-v0",))
+    assert (code, error) == (2, "benchmark: no run of C-v0; there are A-v0, B-v0\n")
+
+
+def quoted() -> list[tuple[Path, str]]:
+    """The compare commands in README.md and docs/ that read committed runs, and their pages."""
+    found = []
+    for page in docs.PAGES:
+        text = page.read_text().replace("\\\n", " ")
+        for command in re.findall(
+            r"python -m benchmark (compare benchmark/published[^`\n]*)", text
+        ):
+            found.append((page, command))
+    return found
+
+
+@pytest.mark.parametrize("page, command", quoted(), ids=lambda value: getattr(value, "stem", None))
+def test_a_quoted_command_prints_what_stands_in_the_table(page, command, monkeypatch):
+    monkeypatch.chdir(docs.ROOT)
+    words = [sys.executable, "-m", "benchmark", *shlex.split(command)]
+    told = subprocess.run(words, capture_output=True, text=True).stdout
+    line = r"mean: P\(B > A\) = (\S+), 95 % interval (\[.*\]), permutation p = (\S+)\n  (\w+ ?\w*)"
+    ((probability, interval, p, verdict),) = re.findall(line, told)
+    rows = rows_of(page.read_text())
+    judged = [f"{probability} {interval}", f"{float(p):.2g}", verdict.strip()]
+    (row,) = (row for row in rows if row[-3:] == judged)
+    shown = re.findall(r"^  (\S+) +\d+ +\d+ +\S+ +(\S+) +\S+$", told, re.MULTILINE)
+    assert len(shown) > 1
+    names = next(own for own in rows if {env_id for env_id, _ in shown} <= set(own))
+    for env_id, iqm in shown:
+        assert row[names.index(env_id)].split(" [")[0] == iqm
+
+
+def test_a_command_is_quoted():
+    assert [page.stem for page, _ in quoted()] == ["ppo_continuous_action"]
+
+
 def rows_of(table: str) -> list[list[str]]:
     lines = [line for line in table.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -766,9 +876,9 @@ def test_300_runs_in_30_seconds(tmp_path, capsys):
             rows = [f"{200 * (i + 1)},{i / 10},{x:.2f},200" for i, x in enumerate(returns)]
             text = "\n".join(["global_step,seconds,return,length", *rows]) + "\n"
         (folder / "episodes.csv").write_text(text)
-    start = time.perf_counter()
+    start = time.process_time()  # other programs don't count
     report([tmp_path / "runs"], tmp_path / "out")
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     with capsys.disabled():
         print(f"300 runs: {seconds:.1f} s")
     assert seconds < 30

@@ -17,7 +17,15 @@ import pytest
 from program import ROOT, rows
 
 from benchmark import data
-from benchmark.programs import executable, last_word, locked, provenance, tail, write_json
+from benchmark.programs import (
+    executable,
+    last_word,
+    locked,
+    provenance,
+    tail,
+    warn_of_cores,
+    write_json,
+)
 from benchmark.report import run_row
 from benchmark.run import Local, Slurm, Work, gpus_here, plan
 
@@ -475,6 +483,137 @@ def test_one_folder_is_of_one_command(toy):
     assert "was made by 'python toy.py --total-timesteps 5'" in done.stderr
     assert bench("python toy.py --total-timesteps 6", num_seeds=1, variant="six").returncode == 0
     assert [run.algorithm for run in data.find([Path("runs")])] == ["toy", "toy six"]
+
+
+def link_out(path: Path):
+    """A link to a file of someone else."""
+    path.symlink_to(Path("outside.txt").absolute())
+
+
+SPOILT = {  # what is in the place of what, and what is said of it
+    "pipe for job.json": ("job.json", os.mkfifo, "no plain file: "),
+    "circle for job.json": ("job.json", lambda path: path.symlink_to(path.name), "symbolic links"),
+    "folder for job.json": ("job.json", Path.mkdir, "no plain file: "),
+    "half a job.json": ("job.json", lambda path: path.write_text('{"done"'), "is no JSON object"),
+    "deep job.json": ("job.json", lambda path: path.write_text("[" * 200_000), "is no JSON object"),
+    "done in words": ("job.json", lambda path: path.write_text('{"done": "yes"}'), "is no bool"),
+    "no list of starts": ("job.json", lambda path: path.write_text('{"starts": 5}'), "is no list"),
+    "no starts": ("job.json", lambda path: path.write_text('{"starts": [5]}'), "is no dict"),
+    "link for the lock": ("lock", link_out, "a link, which is not followed: "),
+    "pipe for the lock": ("lock", os.mkfifo, "lock"),
+    "folder for the lock": ("lock", Path.mkdir, "lock"),
+    "link for the log": ("log.txt", link_out, "a link, which is not followed: "),
+    "pipe for the log": ("log.txt", os.mkfifo, "log.txt"),
+    "link for the run": ("run", lambda path: path.symlink_to("/tmp"), "a link, which is not foll"),
+    "file for its folder": ("", Path.touch, "default-s2"),
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", SPOILT)
+def test_a_spoilt_job_is_named_and_the_others_are_done(toy, kind):
+    name, make, said = SPOILT[kind]
+    Path("outside.txt").write_text("precious")
+    folder_of(2).parent.mkdir(parents=True)
+    if name:
+        folder_of(2).mkdir()
+    make(folder_of(2) / name)
+    done = bench(num_seeds=3, retries=0, results="kept")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "2 of 3 jobs done, 1 failed" in done.stdout
+    (line,) = (x for x in done.stdout.splitlines() if x.startswith("A-v0/toy/default-s2 failed: "))
+    assert said in line
+    assert sorted(row[1] for row in lines("ends.txt")) == ["1", "3"]
+    assert sorted(path.name for path in Path("kept").rglob("*.json")) == [
+        "default-s1.json",
+        "default-s3.json",
+    ]
+    assert Path("outside.txt").read_text() == "precious"
+
+
+def test_a_job_json_can_not_send_its_table_elsewhere(toy):
+    assert bench(num_seeds=1).returncode == 0
+    job = json.loads((folder_of(1) / "job.json").read_text())
+    (folder_of(1) / "job.json").write_text(json.dumps(job | {"script": "../../../out"}))
+    assert bench(num_seeds=1, results="a/b/kept").returncode == 0
+    assert [str(path) for path in toy.rglob("*.csv.gz")] == [
+        str(toy / "a/b/kept/A-v0/toy/default-s1.csv.gz")
+    ]
+
+
+def test_a_link_among_the_tables_is_replaced_not_followed(toy):
+    Path("outside.txt").write_text("precious")
+    Path("kept/A-v0/toy").mkdir(parents=True)
+    for suffix in (".json", ".csv.gz"):
+        link_out(Path(f"kept/A-v0/toy/default-s1{suffix}"))
+    Path("kept/A-v0/toy/default-s1.json").unlink()
+    assert bench(num_seeds=1, results="kept").returncode == 0
+    assert Path("outside.txt").read_text() == "precious"
+    assert [run.seed for run in data.find([Path("kept")])] == [1]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("spoil", [os.mkfifo, lambda path: path.write_text('{"returns": 5}')])
+def test_a_spoilt_evaluation_is_played_again(toy, spoil):
+    assert bench(num_seeds=1).returncode == 0
+    (folder_of(1) / "evaluation.json").unlink()
+    spoil(folder_of(1) / "evaluation.json")
+    assert bench(num_seeds=1, results="kept").returncode == 0
+    assert len(lines("starts.txt")) == 1
+    assert json.loads(Path("kept/A-v0/toy/default-s1.json").read_text())["evaluation"][:2] == [
+        *(0.5, 1.5)
+    ]
+
+
+def test_what_is_written_is_json(toy):
+    """Also where a program writes NaN, which JSON does not have."""
+    Path("toy.py").write_text(
+        TOY.replace(
+            'info["args"] =',
+            'info["final_return"] = [float("nan"), float("inf")]\n    info["args"] =',
+        ).replace("episodic_return={k}.5", "episodic_return=nan")
+    )
+
+    def refused(constant: str):
+        raise AssertionError(constant)
+
+    assert bench(num_seeds=1, results="kept").returncode == 0
+    assert "NaN" in (folder_of(1) / "run/run.json").read_text()
+    for path in (folder_of(1) / "evaluation.json", Path("kept/A-v0/toy/default-s1.json")):
+        told = json.loads(path.read_text(), parse_constant=refused)
+    assert (told["final_return"], told["evaluation"]) == ([None, None], [None] * 20)
+    (run,) = data.find([Path("kept")])
+    assert len(run.evaluation) == 20 and run.score("evaluation") != run.score("evaluation")
+
+
+@pytest.mark.parametrize(
+    "flags, each",
+    [
+        ("--env-workers 500", 500),
+        ("--env-workers=500", 500),
+        ("--env_workers=500", 500),
+        ("--env-workers 500 --env-workers 700", 700),
+        ("--env-workers 1", 1),
+        ("--env-workers many", 1),
+        ("--env-workers", 1),
+        ("--env-workersmith 500", 1),
+    ],
+)
+def test_more_cores_than_there_are(toy, flags, each):
+    done = bench(f"python toy.py {flags}", workers=3, dry_run=[])
+    assert done.returncode == 0
+    cores = len(os.sched_getaffinity(0))
+    warned = f"warning: --workers 3 times --env-workers {each} want {3 * each} cores, and there "
+    wanted = f"{warned}are {cores}\n" if each > 1 else ""
+    assert done.stderr == wanted
+
+
+def test_as_many_cores_as_there_are_need_no_warning(capsys):
+    cores = len(os.sched_getaffinity(0))
+    warn_of_cores(["python", "toy.py", "--env-workers", str(cores)], 1)
+    assert capsys.readouterr().err == ""
+    warn_of_cores(["python", "toy.py", "--env-workers", str(cores + 1)], 1)
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_gpus_are_dealt_out(toy, monkeypatch):

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from benchmark import peers
-from benchmark.speed import Cost, Program, built_in, program, speed, summarise
+from benchmark.speed import Cost, Program, built_in, holds, program, speed, summarise
 
 ROOT = Path(__file__).resolve().parent.parent
 # Takes --cost seconds of CPU and --idle seconds of sleep per step, and --start of both before.
 TOY = """
-import argparse, json, subprocess, sys, time
+import argparse, json, os, subprocess, sys, time
 from pathlib import Path
 parser = argparse.ArgumentParser()
 parser.add_argument("--total-timesteps", type=int)
@@ -27,6 +27,8 @@ parser.add_argument("--start", type=float, default=0)
 parser.add_argument("--batch", type=int, default=0)
 parser.add_argument("--child", action="store_true")
 parser.add_argument("--say", default="")
+parser.add_argument("--always", type=int, default=0)
+parser.add_argument("--told", default="")
 args = parser.parse_args()
 assert not Path("runs").exists()
 print(args.say)
@@ -46,6 +48,15 @@ if args.batch:
     steps = steps // args.batch * args.batch
     Path("runs").mkdir()
     Path("runs/run.json").write_text(json.dumps({"global_step": steps}))
+if args.told == "deep":
+    args.told = "[" * 200_000
+if args.told:
+    Path("run.json").write_text(args.told)
+if args.told == "pipe":
+    Path("run.json").unlink()
+    os.mkfifo("run.json")
+if args.always:
+    steps = args.always
 burn(args.start)
 time.sleep(args.start)
 burn(steps * args.cost)
@@ -150,6 +161,77 @@ def test_as_many_steps_as_take_the_time_where_a_program_waits(monkeypatch):
     monkeypatch.setattr(Program, "run", lambda _, steps: Cost(steps, 1.5, steps * 2e-3, 1.0))
     assert Program("toy", "", []).enough(500, 0.9) == 500
     assert Program("toy", "", []).enough(500, 9.0) == 4500
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("flags", ["", "--cost 1e-4", "--idle 1e-4", "--batch 1000000000000"])
+def test_a_program_whose_time_does_not_depend_on_its_steps(flags, capsys):
+    """Whatever is asked for, it makes so many steps."""
+    with pytest.raises(SystemExit) as end:
+        speed((f"python toy.py --always 100 {flags}",), **(TINY | {"steps": 0, "seconds": 1.0}))
+    assert end.value.code == 1
+    told = capsys.readouterr().err
+    assert told.startswith(
+        "benchmark: toy: its time does not depend on --total-timesteps: 500 took"
+    )
+    assert told.count("\n") == 1
+
+
+def test_how_often_it_is_tried_before_that_is_said(monkeypatch):
+    """However long it takes, and whatever steps it tells of."""
+    for told in (lambda steps: steps, lambda steps: 7):
+        tried = []
+
+        def run(_, steps, told=told, tried=tried):
+            tried.append(steps)
+            return Cost(told(steps), 50.0, 60.0, 1.0)
+
+        monkeypatch.setattr(Program, "run", run)
+        with pytest.raises(SystemExit):
+            Program("toy", "", []).enough(8192, 10.0)
+        assert len(tried) <= 8 and tried[-1] > 1e8
+    fast = []
+
+    def run_fast(_, steps):
+        fast.append(steps)
+        return Cost(steps, 3.0 + steps / 2e7, 4.0 + steps / 2e7, 1.0)
+
+    monkeypatch.setattr(Program, "run", run_fast)
+    assert Program("toy", "", []).enough(8192, 10.0) == pytest.approx(2e8, rel=1e-3)
+    assert max(fast) < 3e8
+
+
+def test_a_program_that_goes_on_for_ever_is_ended(capsys):
+    with pytest.raises(SystemExit) as end:
+        speed(("python toy.py --say started --start 600",), **TINY, time_limit=2.0)
+    assert end.value.code == 1
+    told = capsys.readouterr().err
+    assert told.startswith("benchmark: toy: still at it after 2 s, see --time-limit:\n")
+
+
+def test_a_word_of_a_command_may_be_longer_than_a_file_name():
+    long = f'python toy.py --env-kwargs \'{{"path": "{"x" * 5000}"}}\''
+    assert program(long).words[2:] == ["--env-kwargs", f'{{"path": "{"x" * 5000}"}}']
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize(
+    "told",
+    ["pipe", "deep", "[", *(f'{{"global_step":{x}}}' for x in ('"9"', "NaN", "[1]", "-4"))],
+    ids=["pipe", "deep", "half", "words", "nan", "list", "below 0"],
+)
+def test_a_run_json_that_tells_nothing_is_left_aside(told):
+    speed((f"python toy.py --cost 1e-4 --told '{told}'",), **(TINY | {"rounds": 1}))
+    assert [int(row["steps"]) for row in table()[1]] == [500, 500, 2500]
+
+
+def test_words_are_found_in_a_log_of_any_size(tmp_path):
+    log = tmp_path / "log"
+    for at in (0, 5, 2**20 - 7, 2**20, 2**21 - 1):
+        log.write_bytes(b"." * at + b"going on eagerly" + b"." * 2**20)
+        assert holds(log, b"going on eagerly")
+    log.write_bytes(b"going on" + b"." * 2**20 + b"eagerly")
+    assert not holds(log, b"going on eagerly")
 
 
 def test_what_is_measured_before_one_fails_is_kept(capsys):

@@ -300,3 +300,45 @@ def test_a_journal_cut_off_goes_on_and_a_damaged_one_is_told(capsys):
     told = capsys.readouterr().err
     assert told.startswith("benchmark: --study study: journal.log is damaged (")
     assert told.count("\n") == 1 and before
+
+
+@pytest.mark.timeout(120)
+def test_a_journal_that_is_no_file_is_told(capsys):
+    Path("study").mkdir()
+    os.mkfifo("study/journal.log")
+    with pytest.raises(SystemExit) as end:
+        tune("python fake.py", **SETUP, trials=1)
+    assert end.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("benchmark: --study study: ") and told.count("\n") == 1
+
+
+def damage(path: Path, content: str):
+    """A file of a trial, with something else in it."""
+    path.unlink()
+    path.write_text(content)
+
+
+@pytest.mark.parametrize("content", ['{"starts": 5}', '{"done": "yes"}', "[" * 200_000, ""])
+def test_a_spoilt_job_of_a_trial_costs_no_table(content):
+    tune("python fake.py", **SETUP, trials=2, prune=False)
+    scores = [row["score"] for row in rows()]
+    damage(Path("study/Toy-v0/fake/trial-0000-s1/job.json"), content)
+    tune("python fake.py", **SETUP, trials=2, prune=False)
+    assert [row["score"] for row in rows()] == scores
+    assert rows()[0]["trial"] == "0"
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_what_lies_where_a_trial_begins_goes_but_not_what_it_leads_to(link, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("precious")
+    Path("study/Toy-v0/fake").mkdir(parents=True)
+    place = Path("study/Toy-v0/fake/trial-0000-s1")
+    if link:
+        place.symlink_to(tmp_path / "precious")
+    else:
+        place.write_text("in the way")
+    tune("python fake.py", **SETUP, trials=1, prune=False)
+    assert [row["state"] for row in rows()] == ["complete"]
+    assert [path.name for path in (tmp_path / "precious").iterdir()] == ["file"]

@@ -19,6 +19,7 @@ LINES = {
     "ppo_procgen": 569,
     "ppo_pettingzoo_ma_atari": 569,
     "ppo_continuous_action_warp": 762,
+    "ppo_pixels": 1372,
 }
 EVERY = pytest.mark.parametrize("script", LINES)
 
@@ -132,6 +133,10 @@ DETAILS = {  # of the 37 of Huang et al. 2022; the rest are for recurrent networ
     + [f"LSTM detail {n}" for n in range(1, 6)],
     "ppo_procgen": [f"detail {n}" for n in range(1, 13)]
     + ["continuous detail 8", "continuous detail 9"],
+    "ppo_pixels": [f"detail {n}" for n in range(1, 13)]
+    + [f"continuous detail {n}" for n in (1, 2, 3, 5, 6, 7, 8, 9)]
+    + ["MultiDiscrete detail 1"]
+    + [f"Atari detail {n}" for n in (2, 5, 7, 8, 9)],
     "ppo_pettingzoo_ma_atari": [f"detail {n}" for n in range(1, 13)]
     + [f"Atari detail {n}" for n in (1, 2, 5, 6, 7, 8, 9)],
 }
