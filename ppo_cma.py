@@ -263,12 +263,15 @@ class Envs:
         self.over[i], self.lengths[i] = False, 0
         seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
         seed_others(seed)
-        self.obs[i] = self.envs[i].reset(seed=seed)[0]
+        obs, _ = self.envs[i].reset(seed=seed)
+        self.obs[i] = np.reshape(obs, self.observation_space.shape)
 
     def play(self, i: int, shaped: np.ndarray):
         """Hold an action for `action_repeat` steps of an environment or to its episode's end: the
         sum of the rewards, terminated, truncated."""
-        rewards, total, over = self.rewards[i], 0.0, False
+        rewards = self.rewards[i]
+        total = 0.0
+        over = False
         last = len(rewards) + self.args.action_repeat
         while len(rewards) < last and not over:
             obs, reward, terminated, truncated, _ = self.envs[i].step(shaped.copy())
@@ -280,7 +283,9 @@ class Envs:
                 hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
                 raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
             total += rewards[-1]
-        self.obs[i], self.over[i], self.lengths[i] = obs, over, len(rewards)
+        self.obs[i] = np.reshape(obs, self.observation_space.shape)
+        self.over[i] = over
+        self.lengths[i] = len(rewards)
         if len(rewards) > 100_000 and not over:
             hint = """max_episode_steps, --env-kwargs '{"max_episode_steps": 1000}'"""
             raise TimeoutError(f"100,000 steps, no end: whole episodes need {hint}")
@@ -300,7 +305,8 @@ class Envs:
                 continue
             rewards[i], terminated[i], truncated[i] = self.play(i, shaped[i])
             if self.over[i]:
-                self.ended.append((i, math.fsum(self.rewards[i]), len(self.rewards[i])))
+                both = math.fsum(self.rewards[i]), len(self.rewards[i])
+                self.ended.append((self.numbers[i], *both))
         return rewards, terminated, truncated
 
     def shown(self) -> dict[str, np.ndarray]:
@@ -410,6 +416,8 @@ def own_envs(args: Args, numbers, played: list | None) -> Envs:
 def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
     """Environments in this process or in workers, whose next episodes follow the checkpoint's."""
     played = checkpoint["played"] if checkpoint else None
+    if checkpoint and len(played) != num_envs:
+        fail(f"{args.resume}: its checkpoint is of {len(played)} environments, not {num_envs}")
     if args.env_workers and num_envs > 1:
         return WorkerEnvs(args, played)
     return own_envs(args, range(num_envs), played)
@@ -447,7 +455,7 @@ class MLP(nn.Module):
 
 
 @torch.no_grad()
-def as_numpy(nets: list[nn.Module], scale: torch.Tensor):
+def mlps_as_numpy(nets: list[nn.Module], scale: torch.Tensor):
     """The outputs of networks at scale * x, side by side, as they are now, as a function of arrays
     x [N, D]. `MLP`s become numpy, all in one product, which is several times faster than torch for
     the few rows of a step; any other network is called in torch."""
@@ -485,7 +493,8 @@ class Agent(nn.Module):
     def __init__(self, env, args: Args | None = None, pretrain: bool = True):
         super().__init__()
         self.args = args = args or Args()
-        (dim,), box = env.observation_space.shape, env.action_space
+        (dim,) = env.observation_space.shape
+        box = env.action_space
         if not can_act(box):
             raise ValueError(f"actions are {box}: PPO-CMA needs finite bounds, 1e-6 to 1e6 apart")
         self.action_shape = box.shape
@@ -506,7 +515,8 @@ class Agent(nn.Module):
         # Adam leaves alone what a loss gives no gradient: it is one for each network
         self.adam = torch.optim.Adam(self.parameters(), args.learning_rate, eps=1e-8, fused=True)
         self.history = []  # of the last iterations' (obs, actions, advantages)
-        self.memory, self.running = [], {}  # finished episodes; environment -> its unfinished one
+        self.memory = []  # finished episodes
+        self.running = {}  # by environment, its unfinished one
         if pretrain:
             pretrain_policy(self)
 
@@ -532,16 +542,18 @@ class Agent(nn.Module):
             sample = self.numpy_actor()(obs.float().cpu().numpy(), self.noise(len(obs)))
             action = torch.as_tensor(sample, device=obs.device)
         policy = torch.distributions.Normal(self.mean(obs), (0.5 * self.logvar(obs)).exp())
-        logprob, entropy = policy.log_prob(action).sum(-1), policy.entropy().sum(-1)
-        return action, logprob, entropy, self.critic(self.critic_inputs(obs, time)).squeeze(-1)
+        value = self.critic(self.critic_inputs(obs, time)).squeeze(-1)
+        return action, policy.log_prob(action).sum(-1), policy.entropy().sum(-1), value
 
     def numpy_policy(self):
         """`mean` and the deviation, as they are now, as a function of raw observations [N, D].
         `check_actor` compares it with them once a rollout."""
-        raw = as_numpy(list(dict.fromkeys((self.mean_net, self.var_net))), self.obs_scale)
+        raw = mlps_as_numpy(list(dict.fromkeys((self.mean_net, self.var_net))), self.obs_scale)
         low = torch.cat([self.low, self.logvar_min]).cpu().numpy()
         high = torch.cat([self.high, self.logvar_max]).cpu().numpy()
-        middle, half, dims = (low + high) / 2, (high - low) / 2, len(self.low)
+        middle = (low + high) / 2
+        half = (high - low) / 2
+        dims = len(self.low)
 
         def policy(obs: np.ndarray):
             # the sigmoid between two bounds, as a tanh about their middle
@@ -739,9 +751,11 @@ def update_obs_scale(agent: Agent, obs: torch.Tensor):
 def update(agent: Agent, obs, actions, rewards, lengths) -> dict[str, float]:
     """One iteration of learning, from whole episodes of `lengths` decisions, one after the other:
     obs [B, D] raw, actions [B, A], rewards [B]."""
-    args, critic, adam = agent.args, agent.critic, agent.adam
-    check_learned(agent, adam)
+    args = agent.args
+    critic = agent.critic
+    adam = agent.adam
     device = agent.low.device
+    check_learned(agent, adam)
     time = np.concatenate([np.arange(length) for length in lengths])
     ends = np.append(time[1:] == 0, True)
     obs, actions, time = (torch.as_tensor(x, device=device) for x in (obs, actions, time))
@@ -808,7 +822,8 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, run: "Run", args: Args):
     going = np.ones(len(envs.over), bool)  # [N], where an episode is played
     envs.step(actions, going)  # begins them
     while playing := going.nonzero()[0].tolist():
-        obs, before = envs.obs[going], sum(envs.lengths.tolist())
+        obs = envs.obs[going]  # [K, D], of those that play
+        before = sum(envs.lengths.tolist())
         actions[going] = act(obs, agent.noise(len(obs)))
         rewards, _, _ = envs.step(actions, going)
         run.global_step += sum(envs.lengths.tolist()) - before

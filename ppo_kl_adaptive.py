@@ -261,7 +261,8 @@ class Envs:
         self.over[i], self.lengths[i] = False, 0
         seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
         seed_others(seed)
-        self.obs[i] = self.envs[i].reset(seed=seed)[0]
+        obs, _ = self.envs[i].reset(seed=seed)
+        self.obs[i] = np.reshape(obs, self.observation_space.shape)
 
     def play(self, i: int, shaped: np.ndarray):
         """One step of an environment: reward, terminated, truncated."""
@@ -274,7 +275,9 @@ class Envs:
             what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
             hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
             raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
-        self.obs[i], self.over[i], self.lengths[i] = obs, over, len(rewards)
+        self.obs[i] = np.reshape(obs, self.observation_space.shape)
+        self.over[i] = over
+        self.lengths[i] = len(rewards)
         if len(rewards) > 100_000 and not over:
             hint = """max_episode_steps, --env-kwargs '{"max_episode_steps": 1000}'"""
             raise TimeoutError(f"100,000 steps, no end: whole episodes need {hint}")
@@ -294,7 +297,8 @@ class Envs:
                 continue
             rewards[i], terminated[i], truncated[i] = self.play(i, shaped[i])
             if self.over[i]:
-                self.ended.append((i, math.fsum(self.rewards[i]), len(self.rewards[i])))
+                both = math.fsum(self.rewards[i]), len(self.rewards[i])
+                self.ended.append((self.numbers[i], *both))
         return rewards, terminated, truncated
 
     def shown(self) -> dict[str, np.ndarray]:
@@ -404,6 +408,8 @@ def own_envs(args: Args, numbers, played: list | None) -> Envs:
 def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
     """Environments in this process or in workers, whose next episodes follow the checkpoint's."""
     played = checkpoint["played"] if checkpoint else None
+    if checkpoint and len(played) != num_envs:
+        fail(f"{args.resume}: its checkpoint is of {len(played)} environments, not {num_envs}")
     if args.env_workers and num_envs > 1:
         return WorkerEnvs(args, played)
     return own_envs(args, range(num_envs), played)
@@ -515,7 +521,8 @@ class Agent(nn.Module):
 
     def __init__(self, env, args: Args | None = None):
         super().__init__()
-        args, space = args or Args(), env.action_space
+        args = args or Args()
+        space = env.action_space
         (dim,) = env.observation_space.shape
         self.discrete = isinstance(space, gym.spaces.Discrete)
         self.action_shape = space.shape
@@ -537,9 +544,11 @@ class Agent(nn.Module):
         self.obs_moments = RunningMoments((dim,))
         self.obs_moments.var.zero_()  # nothing seen, no spread: warm-up sees observations / 0.3
         self.replay = ()  # features [B, D + 1] and returns [B] of the batch before
-        given = {"kl_targ": args.kl_targ, "beta": args.beta}
-        given = {name: x for name, x in given.items() if x is not None}
-        self.servo = Servo(**PRESETS[args.servo] | given)
+        self.servo = Servo(**PRESETS[args.servo])
+        if args.kl_targ is not None:
+            self.servo.kl_targ = args.kl_targ
+        if args.beta is not None:
+            self.servo.beta = args.beta
         self.rng = np.random.default_rng(args.seed)  # of actions and minibatches
 
     def features(self, obs: torch.Tensor, time) -> torch.Tensor:
@@ -559,7 +568,8 @@ class Agent(nn.Module):
         """Action (sampled unless given), its log-probability [B], entropy [B] and value [B] at raw
         observations [B, D], `time` steps into their episodes."""
         features = self.features(obs, time)
-        policy, value = self.policy(features), self.critic(features).squeeze(-1)
+        policy = self.policy(features)
+        value = self.critic(features).squeeze(-1)
         if action is None:
             sample = self.numpy_actor()(obs.float().cpu().numpy(), self.noise(len(obs)), time)
             action = torch.as_tensor(sample, device=obs.device)
@@ -632,8 +642,8 @@ def check_actor(agent: Agent, obs: np.ndarray, time: np.ndarray):
     """RuntimeError if `numpy_policy` is not the policy that learns, at observations [B, D] and
     times [B]."""
     device = agent.obs_moments.mean.device
-    numbers = (torch.as_tensor(x, device=device) for x in agent.numpy_policy()(obs, time))
-    output, std = numbers
+    acting = agent.numpy_policy()(obs, time)
+    output, std = (torch.as_tensor(x, device=device) for x in acting)
     given = (torch.as_tensor(x, device=device) for x in (obs, time))
     learned = agent.policy(agent.features(*given))
     acting = Gaussian(output, 2.0 * std.log().expand_as(output))
@@ -742,8 +752,9 @@ def policy_loss(policy, old, old_logprobs, actions, advantages, servo: Servo):
 
 def fit_policy(agent: Agent, features, actions, advantages, args: Args) -> dict[str, float]:
     """Up to `update_epochs` passes over the batch [B, ...], the early stop, and the servo."""
-    servo, adam = agent.servo, agent.optimizers["policy"]
+    servo = agent.servo
     servo.kl_targ = args.kl_targ or servo.kl_targ
+    adam = agent.optimizers["policy"]
     rate = args.learning_rate or adam.defaults["lr"]
     with torch.no_grad():
         old = agent.policy(features)
@@ -792,7 +803,8 @@ def fit_value(agent: Agent, features, returns, args: Args):
 def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
     """One iteration of learning: advantages, policy, value function, in this order."""
     check_learned(agent, *agent.optimizers.values())
-    valid, device = data.valid, agent.obs_moments.mean.device
+    valid = data.valid
+    device = agent.obs_moments.mean.device
     # scaled for learning as they were for acting; the moments take them in for the next iteration
     obs = torch.as_tensor(data.obs, device=device)
     features = agent.features(obs, torch.arange(len(obs), device=device)[:, None])
@@ -838,10 +850,12 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, episodes: int, run: "Run | No
     """Play whole episodes, a Rollout. As many start as are wanted, and all are played to their
     ends: taking the first that end, or cutting the last off, would favour short ones. `run` logs
     them."""
-    N, left = len(envs.over), episodes
+    N = len(envs.over)
+    left = episodes  # to begin
     act = agent.numpy_actor()
     actions = np.zeros(N, int) if agent.discrete else np.zeros((N, agent.outputs), np.float32)
-    running, ended = {}, []  # by environment; in the order of their ends
+    running = {}  # by environment
+    ended = []  # in the order of their ends
     while len(ended) < episodes:
         if left and np.count_nonzero(envs.over):
             over = envs.over & (envs.over.cumsum() <= left)
@@ -849,7 +863,8 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, episodes: int, run: "Run | No
             left -= int(over.sum())
             running |= {i: Episode([envs.obs[i].copy()]) for i in over.nonzero()[0].tolist()}
         going = ~envs.over
-        obs, time = envs.obs[going], envs.lengths[going]
+        obs = envs.obs[going]  # [K, D], of those that play
+        time = envs.lengths[going]
         actions[going] = act(obs, agent.noise(len(obs)), time)
         rewards, terminated, truncated = envs.step(actions, going)
         for i in going.nonzero()[0].tolist():
@@ -858,7 +873,8 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, episodes: int, run: "Run | No
             episode.actions.append(actions[i].copy())
             episode.rewards.append(rewards[i])
             if envs.over[i]:
-                episode.terminated, episode.truncated = terminated[i], truncated[i]
+                episode.terminated = terminated[i]
+                episode.truncated = truncated[i]
                 ended.append(episode)
         if run:
             run.global_step += len(obs)

@@ -65,8 +65,9 @@ class Log:
     def __init__(self):
         self.global_step, self.rows = 0, []
 
-    def log_episode(self, step, episodic_return, length):
-        self.rows.append((step, episodic_return, length))
+    def log_episodes(self, ended):
+        for _, episodic_return, length in ended:
+            self.rows.append((self.global_step, episodic_return, length))
 
 
 def make_agent(obs_dim=3, actions=2, discrete=False, **args) -> tuple[Agent, Args]:
@@ -627,14 +628,15 @@ def test_10_warm_up_sets_the_scale_and_counts_for_nothing(tmp_path, monkeypatch)
     args = parsed(f"--env-id Lottery-v0 --no-cuda --run-dir {folder}")
     with pytest.raises(Stop):
         script.train(args)
-    ((agent, (env,), step),) = seen
-    assert (env.episode, env.over, step) == (4, True, 0)
+    ((agent, envs, step),) = seen
+    assert (envs.episodes, envs.over.tolist(), step) == ([4], [True], 0)
+    (env,) = envs.envs
     assert agent.obs_moments.count == len(env.unwrapped.taken) > 5
     assert agent.obs_moments.mean[1] > 1.0
     with open(folder / "episodes.csv") as file:
         assert len(list(csv.reader(file))) == 1
     torch.manual_seed(args.seed)
-    assert torch.equal(parameters(agent), parameters(Agent(env, args)))
+    assert torch.equal(parameters(agent), parameters(Agent(envs, args)))
     assert not any(adam.state for adam in agent.optimizers.values())
 
 
@@ -1026,9 +1028,9 @@ def test_three_iterations_are_those_of_plain_loops(rate, passes):
 
 def playing(env_id="Lottery-v0", num_envs=1):
     args = Args(env_id=env_id, num_envs=num_envs)
-    envs = [script.Episodes(script.make_env(env_id), args, i) for i in range(num_envs)]
+    envs = script.make_envs(args, num_envs)
     torch.manual_seed(0)
-    return Agent(envs[0], args), envs, Log(), args
+    return Agent(envs, args), envs, Log(), args
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
@@ -1044,10 +1046,10 @@ def test_exactly_b_whole_episodes(num_envs):
         assert len(log.rows) == 8 * k
         assert sorted(row[1] for row in log.rows[-8:]) == sorted(data.lengths)
         assert all(row[1] == row[2] for row in log.rows)
-        assert all(env.over for env in envs)
-    taken = sum(len(env.unwrapped.taken) for env in envs)
+        assert envs.over.all()
+    taken = sum(len(env.unwrapped.taken) for env in envs.envs)
     assert log.global_step == sum(row[2] for row in log.rows) == taken
-    assert sum(env.episode + 1 for env in envs) == 24
+    assert sum(episode + 1 for episode in envs.episodes) == 24
 
 
 def test_episodes_are_no_shorter_for_being_played_side_by_side():
@@ -1087,7 +1089,7 @@ def test_stored_actions_are_those_acted_on_stored_observations(env_id):
         for t in range(n):
             action = agent.act(data.obs[t, e : e + 1], agent.noise(1), t)[0]
             assert np.array_equal(action, data.actions[t, e])
-    (env,) = envs
+    (env,) = envs.envs
     acted = data.actions.swapaxes(0, 1)[data.valid.T]
     shift = 5 if env_id == "Choice-v0" else 0
     np.testing.assert_array_equal(np.array(env.unwrapped.taken), acted + shift)
@@ -1099,8 +1101,8 @@ def test_stored_actions_are_those_acted_on_stored_observations(env_id):
 
 def same(one, other) -> bool:
     """Equality in depth, of tensors to the bit."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+    if isinstance(one, torch.Tensor | np.ndarray):
+        return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
@@ -1126,7 +1128,7 @@ def test_17_resumed_run_is_the_uninterrupted_one(tmp_path, flags, half, whole):
     straight, resumed = (script.load_checkpoint(folder) for folder in folders)
     for each in (straight, resumed, stopped):
         each["counters"] = each["counters"][:2]  # steps and iterations; the others are of time
-    for key in ("agent", "replay", "optimizers", "servo", "rng", "episodes", "counters"):
+    for key in ("agent", "replay", "optimizers", "servo", "rng", "played", "counters"):
         assert same(straight[key], resumed[key]), key
         assert not same(straight[key], stopped[key]), key
     assert len(resumed["replay"]) == 2

@@ -104,7 +104,7 @@ def test_the_original_readme_line_means_what_it_did():
 def test_the_original_readme_line_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = [*ORIGINAL.split(), "--no-cuda"]
-    assert train_until_killed("ppo_cma", "Run.log_episode", 20, argv) == -signal.SIGKILL
+    assert train_until_killed("ppo_cma", "Run.log_episodes", 20, argv) == -signal.SIGKILL
     (folder,) = tmp_path.glob("runs/Humanoid-v4__1__1__*")
     assert len(rows(folder)) == 20
 
@@ -147,12 +147,12 @@ WRONG = [
     ("--gae-lambda nan", "--gae-lambda nan: not in 0 ... 1"),
     ("--epsilon 0.2", "Unrecognized options: --epsilon"),
     ("--run-dir run", "a run is there: --resume run goes on with it"),
-    ("--resume nowhere", "nowhere: no checkpoint.pt that can be read"),
+    ("--resume nowhere", "nowhere: no checkpoint.pt that can be read here"),
     ("--resume run --evaluate run", "--resume goes on in its folder: not with"),
     ("--resume run --num-envs 3", "--num-envs 3: run goes on with its 1"),
     ("--resume run --mode ppo", "run: its agent does not fit the environment"),
     ("--evaluate run --env-id Hopper-v4", "run: its agent does not fit the environment"),
-    ("--evaluate foreign", "foreign: no checkpoint.pt that can be read: TypeError"),
+    ("--evaluate foreign", "foreign: no checkpoint.pt, made by ppo_cma.py that can be read here: TypeError"),
     ("--track", "wandb is not installed: pip install wandb"),
 ]
 
@@ -286,7 +286,7 @@ def test_importing_does_nothing(root, tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize(
-    ("target", "call"), [("Episodes.step", 700), ("mean_loss", 22), ("torch.save", 3)]
+    ("target", "call"), [("Envs.step", 700), ("mean_loss", 22), ("torch.save", 3)]
 )
 def test_killed_and_resumed_is_undisturbed(target, call, tmp_path, undisturbed):
     folder = tmp_path / "run"
