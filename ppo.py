@@ -26,6 +26,7 @@ import copy
 import difflib
 import fcntl
 import importlib.util
+import io
 import itertools
 import json
 import math
@@ -124,8 +125,12 @@ def check(args, low: dict, high: dict):
             least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
-    if not args.exp_name or not isinstance(json.loads(args.env_kwargs), dict):
-        raise ValueError("--exp-name wants a name, --env-kwargs a JSON object")
+    if not args.exp_name:
+        raise ValueError("--exp-name '': a name is wanted")
+    try:
+        dict(**json.loads(args.env_kwargs))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"--env-kwargs {args.env_kwargs}: no JSON object: {error}") from None
     if args.resume and (args.run_dir or args.evaluate):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
@@ -236,7 +241,12 @@ class Envs:
             self.episodes[i] = episode - 1
         self.obs = np.stack([self.reset(i) for i in range(len(envs))])  # [N, D]
         for i, (_, actions) in enumerate(played or ()):
-            for action, shaped in zip(actions, to_env(self.action_space, actions), strict=True):
+            try:
+                again = list(zip(actions, to_env(self.action_space, actions), strict=True))
+            except (TypeError, ValueError) as error:
+                hint = f"the actions of its running episode are none of {self.action_space}"
+                fail(f"--env-id {args.env_id}: environment {i}: {hint}: {error}")
+            for action, shaped in again:
                 self.play(i, action, shaped)
 
     def reset(self, i: int) -> np.ndarray:
@@ -309,19 +319,22 @@ def work(pipe, args: Args, numbers: list[int], played: list | None):
     """A worker process: some of the environments, stepped as its pipe tells, until that ends."""
     for number in SIGNALS:  # the run decides when to stop
         signal.signal(number, signal.SIG_IGN)
-    if 0 not in numbers:  # one worker prints what all would
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    said = io.StringIO()
     try:
-        with contextlib.closing(own_envs(args, numbers, played)) as envs:
+        with contextlib.redirect_stderr(said):  # one worker prints what all would
+            envs = own_envs(args, numbers, played)
+        if 0 in numbers:
+            sys.stderr.write(said.getvalue())
+        with contextlib.closing(envs):
             result = envs.observation_space, envs.action_space
             while True:
                 pipe.send((envs.shown(), envs.ended, result))
                 method, *given = pipe.recv()
                 result = getattr(envs, method)(*given)
     except BaseException as error:
-        exits = isinstance(error, SystemExit)
+        told = isinstance(error, SystemExit) and said.getvalue()
         with contextlib.suppress(OSError):  # the run may be over
-            pipe.send(error if exits else RuntimeError(traceback.format_exc()))
+            pipe.send(SystemExit(told) if told else RuntimeError(traceback.format_exc()))
 
 
 class WorkerEnvs:
@@ -354,7 +367,10 @@ class WorkerEnvs:
                 process.join(1)
                 why = f"a process of --env-workers was killed (exit code {process.exitcode})"
                 raise RuntimeError(f"{why}: not enough memory?") from None
-            if isinstance(replies[-1], BaseException):
+            if isinstance(replies[-1], SystemExit):  # refused, in one line
+                sys.stderr.write(str(replies[-1]))
+                raise SystemExit(2)
+            if isinstance(replies[-1], Exception):
                 raise replies[-1]
         shown, ended, results = zip(*replies, strict=True)
         for name in shown[0]:  # obs, over ... [N, ...]
@@ -365,13 +381,15 @@ class WorkerEnvs:
     def step(self, actions: np.ndarray):
         """Take actions [N, branches]: rewards, terminated, truncated [N]."""
         for _, pipe, share in self.workers:
-            pipe.send(("step", actions[share]))
+            with contextlib.suppress(BrokenPipeError):  # which `receive` tells
+                pipe.send(("step", actions[share]))
         return [np.concatenate(parts) for parts in zip(*self.receive(), strict=True)]
 
     def played(self) -> list[tuple[int, np.ndarray]]:
         """What plays the running episodes again: their numbers and actions so far."""
         for _, pipe, _ in self.workers:
-            pipe.send(("played",))
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send(("played",))
         return [*itertools.chain(*self.receive())]
 
     def close(self):
@@ -394,12 +412,15 @@ class PoolEnvs:
             fail(f"--env-id {args.env_id}: {error}: pip install envpool")
         name, known = args.env_id.removeprefix("envpool:"), envpool.list_all_envs()
         if name not in known:
-            near = ", ".join(difflib.get_close_matches(name, known))
+            near = ", ".join(difflib.get_close_matches(name, known)) or "none"
             fail(f"--env-id {args.env_id}: EnvPool has no such environment; near: {near}")
         seeds = [episode_seed(args.seed, i, start) % 2**31 for i in range(num_envs)]
         threads = min(max(args.env_workers, 1), num_envs)
         options = {"env_type": "gymnasium", "num_envs": num_envs, "num_threads": threads}
-        self.vector = envpool.make(name, **options, seed=seeds, **json.loads(args.env_kwargs))
+        try:
+            self.vector = envpool.make(name, **options, seed=seeds, **json.loads(args.env_kwargs))
+        except Exception as error:  # an argument that it has not, a game that is not there
+            fail(f"--env-id {args.env_id}: {error!r}; its arguments: --env-kwargs")
         self.space, self.action_space = self.vector.observation_space, self.vector.action_space
         check_spaces(args.env_id, self.space, self.action_space)
         self.observation_space = gym.spaces.flatten_space(self.space)
@@ -446,6 +467,8 @@ def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
     played, start = None, 0
     if checkpoint:
         played, start = checkpoint["played"], checkpoint["counters"][1]
+    if played and len(played) != num_envs:
+        fail(f"{args.resume}: its checkpoint has no running episodes of {num_envs} environments")
     if args.env_id.startswith("envpool:"):
         return PoolEnvs(args, num_envs, start)
     if args.env_workers and num_envs > 1:
@@ -469,9 +492,10 @@ def as_numpy(network: nn.Module, scale=1.0, shift=0.0):
     """scale * network(x) + shift, as it is now, as a function of arrays x [N, D]. Linear layers and
     tanh become numpy, which is fast where rows are few; all others are called in torch."""
     layers = list(network) if type(network) is nn.Sequential else [network]
+    plain = [type(layer) is nn.Linear and layer.bias is not None for layer in layers]
     functions = []
-    for layer in layers:
-        if type(layer) is nn.Linear and layer.bias is not None:
+    for layer, linear in zip(layers, plain, strict=True):
+        if linear:
             weight, bias = layer.weight.clone(), layer.bias.clone()
             if layer is layers[-1]:
                 weight, bias = weight * torch.as_tensor(scale)[..., None], bias * scale + shift
@@ -482,7 +506,7 @@ def as_numpy(network: nn.Module, scale=1.0, shift=0.0):
         else:
             module = copy.deepcopy(layer).cpu().requires_grad_(False)
             functions.append(lambda x, module=module: module(torch.from_numpy(x)).numpy())
-    if not isinstance(layers[-1], nn.Linear):
+    if not plain[-1]:
         scale, shift = (torch.as_tensor(x).cpu().numpy() for x in (scale, shift))
         functions.append(lambda x: x * scale + shift)
 
@@ -749,6 +773,7 @@ class Run:
         self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
         self.start = time.monotonic() - seconds
         self.status = "failed"  # until training has ended well
+        self.new = not args.resume
         self.folder = args.resume or args.run_dir
         try:
             self.folder = self.folder or new_folder(args)
@@ -791,7 +816,7 @@ class Run:
         if self.wandb:
             self.wandb.finish()
         self.write_json(self.status)
-        if kind and self.global_step == 0:  # not one step was taken: nothing is left behind
+        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
             for pattern in ("run.json", "checkpoint.pt", "episodes.csv", "events.out.tfevents.*"):
                 for path in self.folder.glob(pattern):
                     path.unlink()
@@ -875,7 +900,11 @@ def load_checkpoint(folder: Path) -> dict:
         args = Args(**content["args"])
         step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
         content["counters"] = int(step), int(iteration), float(seconds), int(rows)
+        content["returns"] = [float(x) for x in content.get("returns", ())]
         content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(episode for episode, _ in content["played"])]
+        if not all(number >= 0 for number in numbers):
+            raise ValueError(f"its counters are {numbers}")
     except Exception as error:  # damage shows in many ways
         maker = f", made by {content['script']}" if "script" in content else ""
         fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
@@ -895,7 +924,7 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
         envs.close()
     try:
         agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         fail(f"{folder}: its agent does not fit the environment: {error}")
     return agent, args
 
@@ -995,12 +1024,13 @@ def stop_signals():
 def restore(agent: Agent, checkpoint: dict, folder: Path):
     """Set the optimizer and the random numbers to what the checkpoint has."""
     try:
-        for name, value in checkpoint["adam"].items():
-            if value.shape != agent.adam[name].shape:
+        for name, tensor in agent.adam.items():
+            value = checkpoint["adam"][name]
+            if value.shape != tensor.shape:
                 raise ValueError(f"{name} has shape {tuple(value.shape)}")
-            agent.adam[name].data.copy_(value)
+            tensor.data.copy_(value)
         agent.rng.bit_generator.state = checkpoint["rng"]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         fail(f"{folder}: its checkpoint does not fit: {error!r}")
 
 
