@@ -100,7 +100,7 @@ def test_the_harness_knows_no_script(path):
     assert sorted(scripts_in(text)) == ["ppo", "ppo_cma.py"]
 
 
-MOST = {"py": 3586, "sh": 352}  # lines
+MOST = {"py": 4021, "sh": 409}  # lines
 
 
 def test_lines():

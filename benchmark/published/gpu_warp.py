@@ -1,45 +1,147 @@
-"""Steps per second of ppo_continuous_action_warp.py on a CUDA device: the environment alone, with
-inference, with learning. `python -m benchmark.published.gpu_warp ENV_ID NUM_ENVS HOW`, HOW being
-eager or cudagraphs."""
+"""Steps per second of ppo_continuous_action_warp.py on a device: the environment alone, with
+inference, and with learning, as CUDA graphs where there is CUDA.
+
+    python -m benchmark.published.gpu_warp TABLE.csv ENV_ID NUM_ENVS...
+    python -m benchmark.published.gpu_warp PROFILE.txt ENV_ID NUM_ENVS --profile
+
+The second form says what kernels the device runs in one update and in one rollout, longest first.
+A row that is there is not measured again.
+"""
 
 import sys
 import time
+from collections import Counter
+from pathlib import Path
 
 import torch
 
 import ppo_continuous_action_warp as script
+from benchmark.published.gpu_profile import add, read, wait
 
-env_id, num_envs, how = sys.argv[1:]
-args = script.Args(env_id=env_id, num_envs=int(num_envs), total_timesteps=10**9)
-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-torch.manual_seed(1)
-envs = script.make_envs(env_id, args.num_envs, device)
-agent = script.Agent(envs, args).to(device)
-agent.adam = script.flat_adam(agent)
-agent.adam["learning_rate"] = torch.tensor(args.learning_rate, device=device)
-at, data = script.start(agent, envs, args)
-actions = torch.zeros(args.num_envs, len(envs.low), device=device)
+REPEATS = 8
 
 
-def environment():
-    _, _, terminated, truncated = envs.step(actions)
-    envs.reset(terminated | truncated)
+class Training:
+    """The parts of an iteration, ready to be called again and again."""
+
+    def __init__(self, env_id: str, num_envs: int):
+        self.args = script.Args(env_id=env_id, num_envs=num_envs, total_timesteps=10**9)
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda" if cuda else "cpu")
+        torch.manual_seed(1)
+        self.envs = script.make_envs(env_id, num_envs, device)
+        self.agent = script.Agent(self.envs, self.args).to(device)
+        self.agent.adam = script.flat_adam(self.agent)
+        self.agent.adam["learning_rate"] = torch.tensor(self.args.learning_rate, device=device)
+        self.at, self.data = script.start(self.agent, self.envs, self.args)
+        self.actions = torch.zeros(num_envs, len(self.envs.low), device=device)
+        record = script.Recorded if cuda else lambda function: function
+        self.play_one = record(self.environment)
+        self.rollout = record(script.rollout)
+        self.update = record(script.update)
+
+    def environment(self):
+        _, _, terminated, truncated = self.envs.step(self.actions)
+        self.envs.reset(terminated | truncated)
+
+    def play(self):
+        for _ in range(self.args.num_steps):
+            self.play_one()
+
+    def act(self):
+        self.rollout(self.agent, self.envs, self.at, self.data, self.args)
+
+    def learn(self):
+        self.update(self.agent, self.data, self.args)
+
+    def everything(self):
+        self.act()
+        self.learn()
 
 
-functions = environment, script.rollout, script.update
-environment, rollout, update = map(script.Recorded, functions) if how == "cudagraphs" else functions
+def seconds_of(function, repeats: int = REPEATS) -> float:
+    """Of one call; five before it make libraries ready and record a graph."""
+    for _ in range(5):
+        function()
+    wait()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    wait()
+    return (time.perf_counter() - start) / repeats
 
-for name, part in {
-    "environment": lambda: [environment() for _ in range(args.num_steps)],
-    "and inference": lambda: rollout(agent, envs, at, data, args),
-    "everything": lambda: (rollout(agent, envs, at, data, args), update(agent, data, args)),
-}.items():
-    for k in range(25):
-        if k == 5:  # warm
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-        part()
-    torch.cuda.synchronize()
-    rate = 20 * args.batch_size / (time.perf_counter() - start)
-    memory = torch.cuda.max_memory_allocated() / 1e9
-    print(f"{env_id},{num_envs},{how},{name},{rate:.0f} steps/s,{memory:.2f} GB of torch")
+
+def measure(table: Path, env_id: str, num_envs: int, repeats: int):
+    """Add the rows of one size to the table."""
+    size = env_id, str(num_envs)
+    if any((row["env_id"], row["num_envs"]) == size for row in read(table)):
+        return
+    began = time.perf_counter()
+    training = Training(env_id, num_envs)
+    training.play()
+    wait()
+    ready = time.perf_counter() - began
+    parts = {
+        "environment": training.play,
+        "environment and inference": training.act,
+        "learning": training.learn,
+        "everything": training.everything,
+    }
+    for part, function in parts.items():
+        seconds = seconds_of(function, repeats)
+        row = {"env_id": env_id, "num_envs": num_envs, "part": part}
+        row["steps_per_second"] = round(training.args.batch_size / seconds)
+        row["iteration_ms"] = round(1000 * seconds, 2)
+        row["memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+        row["start_seconds"] = round(ready, 1)
+        row["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        add(table, row | {"torch": torch.__version__})
+
+
+def kind(kernel: str) -> str:
+    if "cuda_kernel_forward" in kernel:
+        return "physics"
+    products = "gemm", "cutlass", "xmma", "nvjet", "splitK", "sm90_", "cublas"
+    return "matrix products" if any(word in kernel for word in products) else "the rest"
+
+
+def profile(path: Path, env_id: str, num_envs: int):
+    """Write the device's kernels of one update, then of one rollout, in milliseconds."""
+    training = Training(env_id, num_envs)
+    for _ in range(5):
+        training.everything()
+    wait()
+    lines = []
+    for name, function in {"update": training.learn, "rollout": training.act}.items():
+        activity = torch.profiler.ProfilerActivity
+        activities = [activity.CUDA if torch.cuda.is_available() else activity.CPU]
+        with torch.profiler.profile(activities=activities) as profiler:
+            function()
+            wait()
+        times, counts, kinds = Counter(), Counter(), Counter()
+        for event in profiler.events():
+            host = event.device_type == torch.autograd.DeviceType.CPU
+            if not host and not getattr(event, "is_user_annotation", False):
+                milliseconds = event.time_range.elapsed_us() / 1000
+                times[event.name] += milliseconds
+                counts[event.name] += 1
+                kinds[kind(event.name)] += milliseconds
+        total = sum(times.values())
+        lines.append(f"{name} of {env_id}, {num_envs} environments: {total:.2f} ms on the device")
+        lines += [f"  {ms:.2f} ms {group}" for group, ms in kinds.most_common()]
+        for kernel, milliseconds in times.most_common(25):
+            lines.append(f"{milliseconds:9.3f} ms {counts[kernel]:6d} x {kernel[:110]}")
+        path.write_text("\n".join(lines) + "\n")
+    print(path.read_text())
+
+
+def main(argv: list[str]):
+    path, env_id = Path(argv[0]), argv[1]
+    if "--profile" in argv:
+        return profile(path, env_id, int(argv[2]))
+    for num_envs in argv[2:]:
+        measure(path, env_id, int(num_envs), REPEATS)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

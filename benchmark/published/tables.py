@@ -404,11 +404,46 @@ def atari_speed() -> str:
     return table(f" | {header}", rows)
 
 
+def gpu_atari() -> str:
+    """Milliseconds of an iteration's parts on a GPU, by gpu_profile.py."""
+    rows = []
+    for row in data.read_csv(RESULTS / "gpu/atari.csv"):
+        words = row["flags"].removeprefix("--env-id Breakout-v5 --num-envs ").split(" ", 1)
+        cells = [words[0], f"`{words[1]}`" if words[1:] else "eager"]
+        cells.append(f"{row['steps_per_second']:,.0f}")
+        for part in ("games_ms", "acting_ms", "learning_ms"):
+            cells.append(f"{row[part]:.0f} ({row[part] / row['iteration_ms']:.0%})")
+        for part in ("rollout_kernels_ms", "rollout_to_device_ms", "update_kernels_ms"):
+            cells.append(f"{row[part]:.0f}")
+        rows.append([*cells, f"{row['rollout_launches']:,.0f}, {row['update_launches']:,.0f}"])
+    header = "steps per second | games, ms | acting | learning | the device: acting | copies there"
+    return table(f"games | flags | {header} | learning | launches: rollout, update", rows)
+
+
+def gpu_games() -> str:
+    """Steps per second of EnvPool alone, by gpu_games.py."""
+    rows = {}
+    for row in data.read_csv(RESULTS / "gpu/games.csv"):
+        size = f"{row['games']:.0f}, {row['threads']:.0f}"
+        rows.setdefault(size, [size]).append(f"{row['steps_per_second']:,.0f}")
+    return table("games, threads | memory given back | memory kept", list(rows.values()))
+
+
+def gpu_warp() -> str:
+    """Steps per second of the parts of an iteration by MuJoCo Warp, by gpu_warp.py."""
+    rows = {}
+    for row in data.read_csv(RESULTS / "gpu/warp.csv"):
+        size = f"{row['env_id']}, {row['num_envs']:,.0f}"
+        rows.setdefault(size, [size]).append(f"{row['steps_per_second']:,.0f}")
+    header = "environment | environment and inference | learning alone | everything"
+    return table(f"task, environments | {header}", list(rows.values()))
+
+
 BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
         scores, speeds, study_speed, clipped_results, control, goals, bootstrap, cma_results,
-        humanoid, kl_results, atari_results, atari_speed,
+        humanoid, kl_results, atari_results, atari_speed, gpu_atari, gpu_games, gpu_warp,
     )
 }  # fmt: skip
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
