@@ -8,7 +8,6 @@ import math
 import re
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import gymnasium as gym
@@ -330,9 +329,7 @@ def test_rewards_are_scaled_as_the_siblings():
     agent.get_value = lambda obs: obs[..., 0] * 0.0  # returns are rewards then
     for data in copies:
         ((batch, *_), *_), _ = spied_update(agent, data, args)
-        there = ppo_continuous_action.rollout(
-            theirs, envs, mock.Mock(global_step=0), their_args
-        )
+        there = ppo_continuous_action.rollout(theirs, envs, mock.Mock(global_step=0), their_args)
         assert (there.terminated == data.terminated.numpy()).all() and there.valid.all()
         np.testing.assert_allclose(batch[4].view(10, 6), there.rewards, rtol=1e-5)
 
