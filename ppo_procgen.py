@@ -124,7 +124,7 @@ def check(args, low: dict, high: dict):
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
-        raise ValueError("--exp-name wants a name")
+        raise ValueError("--exp-name '': a name is wanted")
     if args.resume and (args.run_dir or args.evaluate):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
@@ -435,6 +435,7 @@ class Run:
         self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
         self.start = time.monotonic() - seconds
         self.status = "failed"  # until training has ended well
+        self.new = not args.resume
         self.folder = args.resume or args.run_dir
         try:
             self.folder = self.folder or new_folder(args)
@@ -477,7 +478,7 @@ class Run:
         if self.wandb:
             self.wandb.finish()
         self.write_json(self.status)
-        if kind and self.global_step == 0:  # not one step was taken: nothing is left behind
+        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
             for pattern in ("run.json", "checkpoint.pt", "episodes.csv", "events.out.tfevents.*"):
                 for path in self.folder.glob(pattern):
                     path.unlink()
@@ -560,7 +561,11 @@ def load_checkpoint(folder: Path) -> dict:
         args = Args(**content["args"])
         step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
         content["counters"] = int(step), int(iteration), float(seconds), int(rows)
+        content["returns"] = [float(x) for x in content.get("returns", ())]
         content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(episode for episode, _ in content["played"])]
+        if not all(number >= 0 for number in numbers):
+            raise ValueError(f"its counters are {numbers}")
     except Exception as error:  # damage shows in many ways
         maker = f", made by {content['script']}" if "script" in content else ""
         fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
@@ -580,7 +585,7 @@ def load(folder: Path, envs=None) -> tuple[Agent, Args]:
         made.close()
     try:
         agent.load_state_dict(checkpoint["agent"])
-    except (RuntimeError, TypeError) as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         fail(f"{folder}: its agent does not fit the environment: {error}")
     return agent, args
 

@@ -182,6 +182,9 @@ class Levels:
         rewards = np.where(junk, 0, self.number + self.t + self.later * ~self.first)
         return self.obs(), rewards.astype(np.float32), terminated, truncated, {}
 
+    def close(self):
+        pass
+
 
 def toy(name: str, **config):
     """In place of `envpool.make`."""

@@ -77,8 +77,8 @@ class Log:
     def __init__(self):
         self.global_step, self.iteration, self.rows = 0, 0, []
 
-    def log_episode(self, *row):
-        self.rows.append(row)
+    def log_episodes(self, ended):
+        self.rows += [(self.global_step, score, length) for _, score, length in ended]
 
 
 # --- levels ---------------------------------------------------------------------------------------
@@ -474,7 +474,7 @@ def test_junk_rows_are_never_learned_from():
 def test_every_valid_sample_once_an_epoch_and_a_kl_stop_after_one(monkeypatch):
     args, data, seen = small("--num-envs 8 --num-steps 5 --update-epochs 3"), synthetic(5), []
     plain = script.ppo_loss
-    monkeypatch.setattr(script, "ppo_loss", lambda *a: seen.append(a[-1]) or plain(*a))
+    monkeypatch.setattr(script, "ppo_loss", lambda *a: seen.append(a[-1].values) or plain(*a))
     script.update(make_agent(args), data, 0, 1e-3, args)
     assert len(seen) == 3 * 2
     wanted = data.values[:-1][torch.as_tensor(data.valid)].sort().values
@@ -685,7 +685,7 @@ WRONG = [
     ("--resume run --num-envs 5", "run goes on with its 4 environments of StarpilotEasy-v0"),
     ("--resume run --env-id bigfish", "run goes on with its 4 environments of StarpilotEasy-v0"),
     ("--run-dir run", "a run is there: --resume run"),
-    ("--capture-video", "moviepy is not installed: pip install moviepy"),
+    ("--capture-video", "moviepy 2 is not installed: pip install 'moviepy>=2'"),
     ("--no-such-flag", "--no-such-flag"),
     ("no Qt", "no Qt at all (or, without root: pip install PyQt5-Qt5)"),
 ]
