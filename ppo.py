@@ -31,6 +31,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import re
 import shlex
 import signal
@@ -169,10 +170,19 @@ def make_env(env_id: str, **options) -> gym.Env:
         check_spaces(env_id, env.observation_space, env.action_space)
     except Exception as error:  # whatever gymnasium or the environment's own code raises
         place = traceback.extract_tb(error.__traceback__)[-1]
-        hint = f"raised in {place.filename}, line {place.lineno}; your own: module:Id; "
-        fail(f"--env-id {env_id}: {error!r}, {hint}its arguments: --env-kwargs")
+        line = f"raised in {place.filename}, line {place.lineno}: {place.line}"
+        hint = "your own: module:Id; its arguments: --env-kwargs"
+        fail(f"--env-id {env_id}: {error!r}, {line} ({hint})")
     space = env.observation_space
     return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
+
+
+VECTORS = (
+    gym.spaces.Box,
+    gym.spaces.Discrete,
+    gym.spaces.MultiDiscrete,
+    gym.spaces.MultiBinary,
+)  # flattened, these are numbers, always as many
 
 
 def leaves(space: gym.Space) -> list[gym.Space]:
@@ -186,7 +196,7 @@ def leaves(space: gym.Space) -> list[gym.Space]:
 def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
     """One clear line if the spaces are none that this script learns with."""
     pixels = any(leaf.dtype == np.uint8 and len(leaf.shape) > 1 for leaf in leaves(space))
-    vector = all(leaf.is_np_flattenable for leaf in leaves(space)) and not pixels
+    vector = all(isinstance(leaf, VECTORS) for leaf in leaves(space)) and not pixels
     if not vector or gym.spaces.flatdim(space) > 20_000:
         hint = "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py"
         fail(f"--env-id {env_id}: {space}: {hint}")
@@ -198,6 +208,12 @@ def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
 def episode_seed(*key: int) -> int:
     """The reset seed of an episode from (seed, environment, episode): no two runs share one."""
     return int(np.random.SeedSequence(key).generate_state(1)[0])
+
+
+def seed_others(seed: int):
+    """Seed what only careless environments draw from; all others have their own `np_random`."""
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def to_env(space: gym.Space, choices: np.ndarray) -> np.ndarray:
@@ -247,6 +263,7 @@ class Envs:
         self.actions[i], self.rewards[i] = [], []
         self.over[i] = False
         seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
+        seed_others(seed)
         return self.with_mask(i, *self.envs[i].reset(seed=seed))
 
     def with_mask(self, i: int, obs: np.ndarray, info: dict) -> np.ndarray:
@@ -272,7 +289,8 @@ class Envs:
             self.over[i] = terminated or truncated
         except ValueError:  # several numbers
             what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
-            raise ValueError(f"{self.args.env_id}: {what}: one of each is wanted") from None
+            hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
+            raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
         self.obs[i] = self.with_mask(i, obs, info)
         self.actions[i].append(action)
         self.rewards[i].append(number)
@@ -444,7 +462,11 @@ class PoolEnvs:
 
 def own_envs(args: Args, numbers, played: list | None) -> Envs:
     options = json.loads(args.env_kwargs)
-    return Envs([make_env(args.env_id, **options) for _ in numbers], args, numbers, played)
+    envs = []
+    for number in numbers:
+        seed_others(episode_seed(args.seed, number))
+        envs.append(make_env(args.env_id, **options))
+    return Envs(envs, args, numbers, played)
 
 
 def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
@@ -932,13 +954,16 @@ def evaluate(args: Args) -> list[float]:
     else:
         envs = make_envs(played, 1)
     returns, steps = [], 0
-    with contextlib.closing(envs):
+    bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
+    with contextlib.closing(envs), bar:
         act = load(args.evaluate, envs)[0].numpy_actor()
         while len(returns) < args.eval_episodes:
             envs.step(act(envs.obs))
             steps += 1
+            bar.update()
             for _, episodic_return, _ in envs.ended:
                 said = f"eval_episode={len(returns)}, episodic_return={episodic_return:.2f}"
+                bar.clear()
                 print(said, flush=True)
                 returns.append(episodic_return)
                 steps = 0

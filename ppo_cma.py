@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.7,<2.14", "gymnasium[mujoco]>=1.1,<2", "mujoco>=3.13,<4", "numpy",
+# dependencies = ["torch>=2.7,<2.14", "gymnasium[mujoco]>=1.1,<2", "mujoco>=3.3,<4", "numpy",
 #                 "tensorboard", "tqdm", "tyro>=1.0.17"]
 # ///
 """PPO-CMA: Proximal Policy Optimization with Covariance Matrix Adaptation, in one file.
@@ -38,6 +38,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import re
 import shlex
 import signal
@@ -173,10 +174,19 @@ def make_env(env_id: str, **options) -> gym.Env:
         check_spaces(env_id, env.observation_space, env.action_space)
     except Exception as error:  # whatever gymnasium or the environment's own code raises
         place = traceback.extract_tb(error.__traceback__)[-1]
-        hint = f"raised in {place.filename}, line {place.lineno}; your own: module:Id; "
-        fail(f"--env-id {env_id}: {error!r}, {hint}its arguments: --env-kwargs")
+        line = f"raised in {place.filename}, line {place.lineno}: {place.line}"
+        hint = "your own: module:Id; its arguments: --env-kwargs"
+        fail(f"--env-id {env_id}: {error!r}, {line} ({hint})")
     space = env.observation_space
     return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
+
+
+VECTORS = (
+    gym.spaces.Box,
+    gym.spaces.Discrete,
+    gym.spaces.MultiDiscrete,
+    gym.spaces.MultiBinary,
+)  # flattened, these are numbers, always as many
 
 
 def leaves(space: gym.Space) -> list[gym.Space]:
@@ -199,7 +209,7 @@ def can_act(actions: gym.Space) -> bool:
 def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
     """One clear line if the spaces are none that this script learns with."""
     pixels = any(leaf.dtype == np.uint8 and len(leaf.shape) > 1 for leaf in leaves(space))
-    vector = all(leaf.is_np_flattenable for leaf in leaves(space)) and not pixels
+    vector = all(isinstance(leaf, VECTORS) for leaf in leaves(space)) and not pixels
     if not vector or gym.spaces.flatdim(space) > 20_000:
         hint = "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py"
         fail(f"--env-id {env_id}: {space}: {hint}")
@@ -213,14 +223,19 @@ def episode_seed(*key: int) -> int:
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
+def seed_others(seed: int):
+    """Seed what only careless environments draw from; all others have their own `np_random`."""
+    random.seed(seed)
+    np.random.seed(seed)
+
+
 def to_env(box: gym.spaces.Box, actions: np.ndarray) -> np.ndarray:
-    """Actions [N, A] clipped to a box, in its shape and type, whole numbers if it has only these;
-    what is learned from are the agent's own (continuous detail 5)."""
+    """Actions [N, A], which are in the box, in its shape and type; rounded, if it has only whole
+    numbers."""
     shaped = actions.reshape(-1, *box.shape)
-    clipped = np.minimum(np.maximum(shaped, box.low), box.high)
     if box.dtype.kind in "iu":
-        clipped = np.rint(clipped)
-    return clipped.astype(box.dtype, copy=False)
+        shaped = np.rint(shaped)
+    return shaped.astype(box.dtype, copy=False)
 
 
 class Envs:
@@ -247,25 +262,26 @@ class Envs:
         self.rewards[i] = []
         self.over[i], self.lengths[i] = False, 0
         seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
+        seed_others(seed)
         self.obs[i] = self.envs[i].reset(seed=seed)[0]
 
     def play(self, i: int, shaped: np.ndarray):
         """Hold an action for `action_repeat` steps of an environment or to its episode's end: the
         sum of the rewards, terminated, truncated."""
-        total, last = 0.0, self.lengths[i] + self.args.action_repeat
-        while self.lengths[i] < last and not self.over[i]:
+        rewards, total, over = self.rewards[i], 0.0, False
+        last = len(rewards) + self.args.action_repeat
+        while len(rewards) < last and not over:
             obs, reward, terminated, truncated, _ = self.envs[i].step(shaped.copy())
             try:
-                number = float(np.asarray(reward).item())
-                self.over[i] = terminated or truncated
+                rewards.append(float(np.asarray(reward).item()))
+                over = bool(terminated or truncated)
             except ValueError:  # several numbers
                 what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
-                raise ValueError(f"{self.args.env_id}: {what}: one of each is wanted") from None
-            self.rewards[i].append(number)
-            self.lengths[i] += 1
-            total += number
-        self.obs[i] = obs
-        if self.lengths[i] > 100_000 and not self.over[i]:
+                hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
+                raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
+            total += rewards[-1]
+        self.obs[i], self.over[i], self.lengths[i] = obs, over, len(rewards)
+        if len(rewards) > 100_000 and not over:
             hint = """max_episode_steps, --env-kwargs '{"max_episode_steps": 1000}'"""
             raise TimeoutError(f"100,000 steps, no end: whole episodes need {hint}")
         return total, terminated, truncated
@@ -384,7 +400,11 @@ class WorkerEnvs:
 
 def own_envs(args: Args, numbers, played: list | None) -> Envs:
     options = json.loads(args.env_kwargs)
-    return Envs([make_env(args.env_id, **options) for _ in numbers], args, numbers, played)
+    envs = []
+    for number in numbers:
+        seed_others(episode_seed(args.seed, number))
+        envs.append(make_env(args.env_id, **options))
+    return Envs(envs, args, numbers, played)
 
 
 def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
@@ -521,13 +541,12 @@ class Agent(nn.Module):
         raw = as_numpy(list(dict.fromkeys((self.mean_net, self.var_net))), self.obs_scale)
         low = torch.cat([self.low, self.logvar_min]).cpu().numpy()
         high = torch.cat([self.high, self.logvar_max]).cpu().numpy()
-        middle, half = (low + high) / 2, (high - low) / 2
+        middle, half, dims = (low + high) / 2, (high - low) / 2, len(self.low)
 
         def policy(obs: np.ndarray):
             # the sigmoid between two bounds, as a tanh about their middle
             both = middle + half * np.tanh(0.5 * raw(obs))
-            mean, logvar = np.split(both, 2, axis=1)
-            return mean, np.exp(0.5 * logvar)
+            return both[:, :dims], np.exp(0.5 * both[:, dims:])
 
         return policy
 
@@ -544,7 +563,8 @@ class Agent(nn.Module):
 
         def act(obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
             mean, std = policy(obs)
-            return mean if noise is None else np.minimum(np.maximum(mean + std * noise, low), high)
+            x = mean if noise is None else mean + std * noise
+            return np.minimum(np.maximum(x, low), high)
 
         return act
 
@@ -786,19 +806,18 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, run: "Run", args: Args):
     act = agent.numpy_actor()
     actions = np.zeros((len(envs.over), len(agent.low)), np.float32)  # [N, A]
     going = np.ones(len(envs.over), bool)  # [N], where an episode is played
-    while going.any():
-        over = going & envs.over
-        if over.any():
-            envs.step(actions, over)  # begins new episodes
-        obs, before = envs.obs[going], envs.lengths.sum()
+    envs.step(actions, going)  # begins them
+    while playing := going.nonzero()[0].tolist():
+        obs, before = envs.obs[going], sum(envs.lengths.tolist())
         actions[going] = act(obs, agent.noise(len(obs)))
         rewards, _, _ = envs.step(actions, going)
-        run.global_step += int(envs.lengths.sum() - before)
-        for k, i in enumerate(going.nonzero()[0].tolist()):
+        run.global_step += sum(envs.lengths.tolist()) - before
+        for k, i in enumerate(playing):
             agent.memorize(obs[k], actions[i], rewards[i], envs.over[i], i)
         if envs.ended:
             run.log_episodes(envs.ended)
-        going &= ~envs.over | (run.global_step < last)
+            going &= ~envs.over | (run.global_step < last)
+            envs.step(actions, going & envs.over)  # begins new ones
     check_actor(agent, np.array([obs for obs, _, _ in agent.memory[-1][:8]]))
 
 
@@ -969,8 +988,14 @@ def drawn_env(args: Args) -> gym.Env:
     if sys.platform == "linux":
         os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
     env = make_env(args.env_id, **json.loads(args.env_kwargs) | {"render_mode": "rgb_array"})
-    if hasattr(env.unwrapped, "mujoco_renderer") and env.unwrapped.model.ncam:
-        env.unwrapped.mujoco_renderer.camera_id = 0  # follows the robot
+    if hasattr(env.unwrapped, "mujoco_renderer"):
+        model = env.unwrapped.model
+        if model.ncam:
+            env.unwrapped.mujoco_renderer.camera_id = 0  # follows the robot
+        # without a GPU shadows, smooth edges and reflections take nine tenths of the time
+        model.vis.quality.shadowsize = 0
+        model.vis.quality.offsamples = 0
+        model.mat_reflectance[:] = 0.0
     try:
         env.reset(seed=0)
         env.render()
@@ -990,15 +1015,18 @@ def evaluate(args: Args) -> list[float]:
     else:
         envs = own_envs(args, [2**31], None)
     returns = []
-    with contextlib.closing(envs):
+    bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
+    with contextlib.closing(envs), bar:
         act = load(args.evaluate, envs)[0].numpy_actor()
         while len(returns) < args.eval_episodes:
             try:
                 envs.step(act(envs.obs), np.ones(1, bool))
             except TimeoutError as error:
                 fail(str(error))
+            bar.update()
             for _, episodic_return, _ in envs.ended:
                 said = f"eval_episode={len(returns)}, episodic_return={episodic_return:.2f}"
+                bar.clear()
                 print(said, flush=True)
                 returns.append(episodic_return)
     print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.7,<2.14", "gymnasium[mujoco]>=1.1,<2", "mujoco>=3.13,<4", "numpy",
+# dependencies = ["torch>=2.7,<2.14", "gymnasium[mujoco]>=1.1,<2", "mujoco>=3.3,<4", "numpy",
 #                 "tensorboard", "tqdm", "tyro>=1.0.17"]
 # ///
 """PPO, clipped, for continuous actions, in one file.
@@ -32,6 +32,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import re
 import shlex
 import signal
@@ -173,10 +174,19 @@ def make_env(env_id: str, **options) -> gym.Env:
         check_spaces(env_id, env.observation_space, env.action_space)
     except Exception as error:  # whatever gymnasium or the environment's own code raises
         place = traceback.extract_tb(error.__traceback__)[-1]
-        hint = f"raised in {place.filename}, line {place.lineno}; your own: module:Id; "
-        fail(f"--env-id {env_id}: {error!r}, {hint}its arguments: --env-kwargs")
+        line = f"raised in {place.filename}, line {place.lineno}: {place.line}"
+        hint = "your own: module:Id; its arguments: --env-kwargs"
+        fail(f"--env-id {env_id}: {error!r}, {line} ({hint})")
     space = env.observation_space
     return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
+
+
+VECTORS = (
+    gym.spaces.Box,
+    gym.spaces.Discrete,
+    gym.spaces.MultiDiscrete,
+    gym.spaces.MultiBinary,
+)  # flattened, these are numbers, always as many
 
 
 def leaves(space: gym.Space) -> list[gym.Space]:
@@ -190,7 +200,7 @@ def leaves(space: gym.Space) -> list[gym.Space]:
 def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
     """One clear line if the spaces are none that this script learns with."""
     pixels = any(leaf.dtype == np.uint8 and len(leaf.shape) > 1 for leaf in leaves(space))
-    vector = all(leaf.is_np_flattenable for leaf in leaves(space)) and not pixels
+    vector = all(isinstance(leaf, VECTORS) for leaf in leaves(space)) and not pixels
     if not vector or gym.spaces.flatdim(space) > 20_000:
         hint = "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py"
         fail(f"--env-id {env_id}: {space}: {hint}")
@@ -201,6 +211,12 @@ def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
 def episode_seed(*key: int) -> int:
     """The reset seed of an episode from (seed, environment, episode): no two runs share one."""
     return int(np.random.SeedSequence(key).generate_state(1)[0])
+
+
+def seed_others(seed: int):
+    """Seed what only careless environments draw from; all others have their own `np_random`."""
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def to_env(box: gym.spaces.Box, actions: np.ndarray) -> np.ndarray:
@@ -244,6 +260,7 @@ class Envs:
         self.actions[i], self.rewards[i] = [], []
         self.over[i], self.discounted[i] = False, 0.0
         seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
+        seed_others(seed)
         obs, _ = self.envs[i].reset(seed=seed)
         return np.array(obs, np.float32).reshape(self.observation_space.shape)
 
@@ -255,7 +272,8 @@ class Envs:
             self.over[i] = terminated or truncated
         except ValueError:  # several numbers
             what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
-            raise ValueError(f"{self.args.env_id}: {what}: one of each is wanted") from None
+            hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
+            raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
         self.obs[i] = np.reshape(obs, self.observation_space.shape)
         self.actions[i].append(action)
         self.rewards[i].append(number)
@@ -430,7 +448,11 @@ class PoolEnvs:
 
 def own_envs(args: Args, numbers, played: list | None) -> Envs:
     options = json.loads(args.env_kwargs)
-    return Envs([make_env(args.env_id, **options) for _ in numbers], args, numbers, played)
+    envs = []
+    for number in numbers:
+        seed_others(episode_seed(args.seed, number))
+        envs.append(make_env(args.env_id, **options))
+    return Envs(envs, args, numbers, played)
 
 
 def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
@@ -945,8 +967,14 @@ def drawn_env(args: Args) -> gym.Env:
     if sys.platform == "linux":
         os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
     env = make_env(args.env_id, **json.loads(args.env_kwargs) | {"render_mode": "rgb_array"})
-    if hasattr(env.unwrapped, "mujoco_renderer") and env.unwrapped.model.ncam:
-        env.unwrapped.mujoco_renderer.camera_id = 0  # follows the robot
+    if hasattr(env.unwrapped, "mujoco_renderer"):
+        model = env.unwrapped.model
+        if model.ncam:
+            env.unwrapped.mujoco_renderer.camera_id = 0  # follows the robot
+        # without a GPU shadows, smooth edges and reflections take nine tenths of the time
+        model.vis.quality.shadowsize = 0
+        model.vis.quality.offsamples = 0
+        model.mat_reflectance[:] = 0.0
     try:
         env.reset(seed=0)
         env.render()
@@ -967,13 +995,16 @@ def evaluate(args: Args) -> list[float]:
     else:
         envs = make_envs(played, 1)
     returns, steps = [], 0
-    with contextlib.closing(envs):
+    bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
+    with contextlib.closing(envs), bar:
         act = load(args.evaluate, envs)[0].numpy_actor()
         while len(returns) < args.eval_episodes:
             envs.step(act(envs.obs))
             steps += 1
+            bar.update()
             for _, episodic_return, _ in envs.ended:
                 said = f"eval_episode={len(returns)}, episodic_return={episodic_return:.2f}"
+                bar.clear()
                 print(said, flush=True)
                 returns.append(episodic_return)
                 steps = 0

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.7,<2.14", "gymnasium[mujoco]>=1.1,<2", "mujoco>=3.13,<4", "numpy",
+# dependencies = ["torch>=2.7,<2.14", "gymnasium[mujoco]>=1.1,<2", "mujoco>=3.3,<4", "numpy",
 #                 "tensorboard", "tqdm", "tyro>=1.0.17"]
 # ///
 """PPO with an adaptive KL penalty and GAE, in one file.
@@ -40,6 +40,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import re
 import shlex
 import signal
@@ -178,10 +179,19 @@ def make_env(env_id: str, **options) -> gym.Env:
         check_spaces(env_id, env.observation_space, env.action_space)
     except Exception as error:  # whatever gymnasium or the environment's own code raises
         place = traceback.extract_tb(error.__traceback__)[-1]
-        hint = f"raised in {place.filename}, line {place.lineno}; your own: module:Id; "
-        fail(f"--env-id {env_id}: {error!r}, {hint}its arguments: --env-kwargs")
+        line = f"raised in {place.filename}, line {place.lineno}: {place.line}"
+        hint = "your own: module:Id; its arguments: --env-kwargs"
+        fail(f"--env-id {env_id}: {error!r}, {line} ({hint})")
     space = env.observation_space
     return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
+
+
+VECTORS = (
+    gym.spaces.Box,
+    gym.spaces.Discrete,
+    gym.spaces.MultiDiscrete,
+    gym.spaces.MultiBinary,
+)  # flattened, these are numbers, always as many
 
 
 def leaves(space: gym.Space) -> list[gym.Space]:
@@ -195,7 +205,7 @@ def leaves(space: gym.Space) -> list[gym.Space]:
 def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
     """One clear line if the spaces are none that this script learns with."""
     pixels = any(leaf.dtype == np.uint8 and len(leaf.shape) > 1 for leaf in leaves(space))
-    vector = all(leaf.is_np_flattenable for leaf in leaves(space)) and not pixels
+    vector = all(isinstance(leaf, VECTORS) for leaf in leaves(space)) and not pixels
     if not vector or gym.spaces.flatdim(space) > 20_000:
         hint = "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py"
         fail(f"--env-id {env_id}: {space}: {hint}")
@@ -207,6 +217,12 @@ def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
 def episode_seed(*key: int) -> int:
     """The reset seed of an episode from (seed, environment, episode): no two runs share one."""
     return int(np.random.SeedSequence(key).generate_state(1)[0])
+
+
+def seed_others(seed: int):
+    """Seed what only careless environments draw from; all others have their own `np_random`."""
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def to_env(space: gym.Space, actions: np.ndarray) -> np.ndarray:
@@ -244,24 +260,25 @@ class Envs:
         self.rewards[i] = []
         self.over[i], self.lengths[i] = False, 0
         seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
+        seed_others(seed)
         self.obs[i] = self.envs[i].reset(seed=seed)[0]
 
     def play(self, i: int, shaped: np.ndarray):
         """One step of an environment: reward, terminated, truncated."""
+        rewards = self.rewards[i]
         obs, reward, terminated, truncated, _ = self.envs[i].step(shaped)
         try:
-            number = np.asarray(reward).item()
-            self.over[i] = terminated or truncated
+            rewards.append(float(np.asarray(reward).item()))
+            over = bool(terminated or truncated)
         except ValueError:  # several numbers
             what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
-            raise ValueError(f"{self.args.env_id}: {what}: one of each is wanted") from None
-        self.obs[i] = obs
-        self.rewards[i].append(number)
-        self.lengths[i] += 1
-        if self.lengths[i] > 100_000 and not self.over[i]:
+            hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
+            raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
+        self.obs[i], self.over[i], self.lengths[i] = obs, over, len(rewards)
+        if len(rewards) > 100_000 and not over:
             hint = """max_episode_steps, --env-kwargs '{"max_episode_steps": 1000}'"""
             raise TimeoutError(f"100,000 steps, no end: whole episodes need {hint}")
-        return number, terminated, truncated
+        return rewards[-1], terminated, truncated
 
     def step(self, actions: np.ndarray, going: np.ndarray):
         """Take actions [N, A] or choices [N] in the environments that are `going` [N]: rewards,
@@ -377,7 +394,11 @@ class WorkerEnvs:
 
 def own_envs(args: Args, numbers, played: list | None) -> Envs:
     options = json.loads(args.env_kwargs)
-    return Envs([make_env(args.env_id, **options) for _ in numbers], args, numbers, played)
+    envs = []
+    for number in numbers:
+        seed_others(episode_seed(args.seed, number))
+        envs.append(make_env(args.env_id, **options))
+    return Envs(envs, args, numbers, played)
 
 
 def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
@@ -822,8 +843,8 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, episodes: int, run: "Run | No
     actions = np.zeros(N, int) if agent.discrete else np.zeros((N, agent.outputs), np.float32)
     running, ended = {}, []  # by environment; in the order of their ends
     while len(ended) < episodes:
-        over = envs.over & (envs.over.cumsum() <= left)
-        if over.any():
+        if left and np.count_nonzero(envs.over):
+            over = envs.over & (envs.over.cumsum() <= left)
             envs.step(actions, over)  # begins new episodes
             left -= int(over.sum())
             running |= {i: Episode([envs.obs[i].copy()]) for i in over.nonzero()[0].tolist()}
@@ -832,12 +853,13 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, episodes: int, run: "Run | No
         actions[going] = act(obs, agent.noise(len(obs)), time)
         rewards, terminated, truncated = envs.step(actions, going)
         for i in going.nonzero()[0].tolist():
-            running[i].obs.append(envs.obs[i].copy())
-            running[i].actions.append(actions[i].copy())
-            running[i].rewards.append(rewards[i])
+            episode = running[i]
+            episode.obs.append(envs.obs[i].copy())
+            episode.actions.append(actions[i].copy())
+            episode.rewards.append(rewards[i])
             if envs.over[i]:
-                running[i].terminated, running[i].truncated = terminated[i], truncated[i]
-                ended.append(running[i])
+                episode.terminated, episode.truncated = terminated[i], truncated[i]
+                ended.append(episode)
         if run:
             run.global_step += len(obs)
             if envs.ended:
@@ -1023,8 +1045,14 @@ def drawn_env(args: Args) -> gym.Env:
     if sys.platform == "linux":
         os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
     env = make_env(args.env_id, **json.loads(args.env_kwargs) | {"render_mode": "rgb_array"})
-    if hasattr(env.unwrapped, "mujoco_renderer") and env.unwrapped.model.ncam:
-        env.unwrapped.mujoco_renderer.camera_id = 0  # follows the robot
+    if hasattr(env.unwrapped, "mujoco_renderer"):
+        model = env.unwrapped.model
+        if model.ncam:
+            env.unwrapped.mujoco_renderer.camera_id = 0  # follows the robot
+        # without a GPU shadows, smooth edges and reflections take nine tenths of the time
+        model.vis.quality.shadowsize = 0
+        model.vis.quality.offsamples = 0
+        model.mat_reflectance[:] = 0.0
     try:
         env.reset(seed=0)
         env.render()
@@ -1045,15 +1073,18 @@ def evaluate(args: Args) -> list[float]:
     else:
         envs = own_envs(played, [0], None)
     returns = []
-    with contextlib.closing(envs):
+    bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
+    with contextlib.closing(envs), bar:
         act = load(args.evaluate, envs)[0].numpy_actor()
         while len(returns) < args.eval_episodes:
             try:
                 envs.step(act(envs.obs, time=envs.lengths), np.ones(1, bool))
             except TimeoutError as error:
                 fail(str(error))
+            bar.update()
             for _, episodic_return, _ in envs.ended:
                 said = f"eval_episode={len(returns)}, episodic_return={episodic_return:.2f}"
+                bar.clear()
                 print(said, flush=True)
                 returns.append(episodic_return)
     print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")

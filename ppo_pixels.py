@@ -35,6 +35,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import re
 import shlex
 import signal
@@ -389,8 +390,9 @@ def make_env(env_id: str, **options) -> gym.Env:
         check_spaces(env_id, env.observation_space, env.action_space)
     except Exception as error:  # whatever gymnasium or the environment's own code raises
         place = traceback.extract_tb(error.__traceback__)[-1]
-        hint = f"raised in {place.filename}, line {place.lineno}; your own: module:Id; "
-        fail(f"--env-id {env_id}: {error!r}, {hint}its arguments: --env-kwargs")
+        line = f"raised in {place.filename}, line {place.lineno}: {place.line}"
+        hint = "your own: module:Id; its arguments: --env-kwargs"
+        fail(f"--env-id {env_id}: {error!r}, {line} ({hint})")
     return env
 
 
@@ -433,6 +435,12 @@ def episode_seed(*key: int) -> int:
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
+def seed_others(seed: int):
+    """Seed what only careless environments draw from; all others have their own `np_random`."""
+    random.seed(seed)
+    np.random.seed(seed)
+
+
 class Envs:
     """N environments in this process, stepped one after the other. Every episode has its own seed;
     the actions of the running ones are kept, to play them again on resuming.
@@ -467,6 +475,7 @@ class Envs:
         self.actions[i], self.rewards[i] = [], []
         self.over[i], self.discounted[i] = False, 0.0
         seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
+        seed_others(seed)
         return self.look(*self.envs[i].reset(seed=seed))
 
     def look(self, obs, info: dict, before: list | None = None) -> list[np.ndarray]:
@@ -496,7 +505,8 @@ class Envs:
                 self.over[i] = terminated or truncated
             except ValueError:  # several numbers
                 what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
-                raise ValueError(f"{self.args.env_id}: {what}: one of each is wanted") from None
+                hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
+                raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
             if self.over[i]:
                 break
         if before is not None and is_atari(self.args.env_id):
@@ -621,7 +631,11 @@ class WorkerEnvs:
 
 def own_envs(args: Args, numbers, played: list | None) -> Envs:
     options = json.loads(args.env_kwargs)
-    return Envs([make_env(args.env_id, **options) for _ in numbers], args, numbers, played)
+    envs = []
+    for number in numbers:
+        seed_others(episode_seed(args.seed, number))
+        envs.append(make_env(args.env_id, **options))
+    return Envs(envs, args, numbers, played)
 
 
 def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
@@ -1205,8 +1219,14 @@ def drawn_env(args: Args) -> gym.Env:
     if sys.platform == "linux":
         os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
     env = make_env(args.env_id, **json.loads(args.env_kwargs) | {"render_mode": "rgb_array"})
-    if hasattr(env.unwrapped, "mujoco_renderer") and env.unwrapped.model.ncam:
-        env.unwrapped.mujoco_renderer.camera_id = 0  # follows the robot
+    if hasattr(env.unwrapped, "mujoco_renderer"):
+        model = env.unwrapped.model
+        if model.ncam:
+            env.unwrapped.mujoco_renderer.camera_id = 0  # follows the robot
+        # without a GPU shadows, smooth edges and reflections take nine tenths of the time
+        model.vis.quality.shadowsize = 0
+        model.vis.quality.offsamples = 0
+        model.mat_reflectance[:] = 0.0
     try:
         env.reset(seed=0)
         env.render()
@@ -1239,15 +1259,18 @@ def play(args: Args, name: str) -> list[float]:
     else:
         envs = make_envs(played, 1)
     returns, steps = [], 0
-    with contextlib.closing(envs):
+    bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
+    with contextlib.closing(envs), bar:
         agent, rng = load(args.evaluate, envs)[0], np.random.default_rng(played.seed)
         while len(returns) < args.eval_episodes:
             policy, _ = agent.policy(as_tensors(envs.obs, agent.unit.device))
             noise = agent.noise(rng, 1) if name == "drawn" else None
             envs.step(agent.choose_action(policy, noise).numpy())
             steps += 1
+            bar.update()
             for _, episodic_return, _ in envs.ended:
                 episode = f"{name}_episode={len(returns)}"
+                bar.clear()
                 print(f"{episode}, episodic_return={episodic_return:.2f}", flush=True)
                 returns.append(episodic_return)
                 steps = 0

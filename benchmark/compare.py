@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tyro
@@ -14,9 +15,20 @@ from benchmark.report import Group, Metric, group, must_have, number, only
 LEVEL = 0.05
 
 
-def judge(a: list[np.ndarray], b: list[np.ndarray], resamples: int = 10_000, seed: int = 0):
-    """P(B > A) over environments, the ends of its 95 % interval, p-value and verdict of scores
-    [seeds] by environment."""
+class Judgement(NamedTuple):
+    """Of B beside A."""
+
+    probability: float  # P(B > A), mean over environments
+    low: float  # end of its 95 % interval
+    high: float
+    p: float  # of the permutation test
+    verdict: str  # improved, worse or no evidence
+
+
+def judge(
+    a: list[np.ndarray], b: list[np.ndarray], resamples: int = 10_000, seed: int = 0
+) -> Judgement:
+    """From scores [seeds] by environment."""
     probability = float(stats.improvement(*b, *a))
     ends = stats.interval(stats.improvement, [*b, *a], 1 - LEVEL, resamples, seed)
     low, high = map(float, ends)
@@ -26,7 +38,7 @@ def judge(a: list[np.ndarray], b: list[np.ndarray], resamples: int = 10_000, see
         verdict = "improved"
     elif p < LEVEL and high < 0.5:
         verdict = "worse"
-    return probability, low, high, p, verdict
+    return Judgement(probability, low, high, p, verdict)
 
 
 def comparable(groups: Iterable[Group], metric: str) -> dict[str, Group]:
@@ -34,22 +46,25 @@ def comparable(groups: Iterable[Group], metric: str) -> dict[str, Group]:
     return {own.env_id: own for own in groups if not own.mixed and len(own.scores(metric)) > 1}
 
 
-def effect(old: Iterable[Group], new: Iterable[Group], metric: str) -> tuple[list, tuple]:
+def effect(
+    old: Iterable[Group], new: Iterable[Group], metric: str
+) -> tuple[list[tuple[Group, Group]], Judgement | None]:
     """Pairs of an algorithm's groups and another's on the environments, in the order of their
-    names, where both can be compared; and how the other is judged there: nothing without any.
+    names, where both can be compared; and how the other is judged there, None without any.
 
     The command's numbers and those of a page's tables are made here, so they agree to the digit.
     """
-    ours, theirs = comparable(old, metric), comparable(new, metric)
+    ours = comparable(old, metric)
+    theirs = comparable(new, metric)
     pairs = [(ours[env_id], theirs[env_id]) for env_id in sorted(ours.keys() & theirs.keys())]
     if not pairs:
-        return [], ()
+        return [], None
     before = [a.scores(metric) for a, _ in pairs]
     after = [b.scores(metric) for _, b in pairs]
     return pairs, judge(before, after)
 
 
-def show(title: str, pairs: list[tuple[Group, Group]], judgement: tuple, metric: str):
+def show(title: str, pairs: list[tuple[Group, Group]], judgement: Judgement, metric: str):
     """Print one comparison."""
     olds = [own.scores(metric) for own, _ in pairs]
     news = [own.scores(metric) for _, own in pairs]
@@ -107,7 +122,8 @@ def compare(
         must_have(old_runs + new_runs, "env_id", env_ids)
         old_runs = only(old_runs, "env_id", env_ids)
         new_runs = only(new_runs, "env_id", env_ids)
-    old, new = group(old_runs), group(new_runs)
+    old = group(old_runs)
+    new = group(new_runs)
     old_names = sorted({own.algorithm for own in old})
     new_names = sorted({own.algorithm for own in new})
     pairs = [algorithm] if algorithm else [(name, name) for name in old_names]
@@ -115,14 +131,16 @@ def compare(
     for run in old_runs:
         if run.status == "unreadable":
             print(f"A is without {run.reason}\n")
-    verdicts, gone, unfinished = [], [], []
+    verdicts = []
+    gone = []
+    unfinished = []
     for x, y in pairs:
         mine = [own for own in old if own.algorithm == x]
         theirs = [own for own in new if own.algorithm == y]
         both, judgement = effect(mine, theirs, metric)
         if both:
             show(x if x == y else f"A {x}, B {y}", both, judgement, metric)
-            verdicts.append(judgement[-1])
+            verdicts.append(judgement.verdict)
         common = {own.env_id for own, _ in both}
         left_out = sorted({own.env_id for own in mine + theirs} - common)
         if left_out:

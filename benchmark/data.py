@@ -27,7 +27,8 @@ import numpy as np
 from benchmark.programs import read_bytes, refuse, write_bytes, write_json
 
 PUBLISHED = Path(__file__).resolve().parent / "published"
-SCALES, ANCHORS = PUBLISHED / "scales.csv", PUBLISHED / "anchors.csv"
+SCALES = PUBLISHED / "scales.csv"
+ANCHORS = PUBLISHED / "anchors.csv"
 COLUMNS = ("global_step", "seconds", "return", "length")
 MOST_TABLE = 256 * 2**20  # bytes of a table, some 8 million episodes
 MOST_JSON = 16 * 2**20  # bytes of a run.json or job.json
@@ -155,10 +156,15 @@ def told(info: dict, job: dict) -> dict:
     """What run.json says and, where it is silent, what `run` recorded when the run began."""
     first, *later = job.get("starts") or [{}]
     info = first | info
-    if isinstance(own := info.get("versions"), dict) and first:  # own: those of the last start
-        info["versions"] = own | first["versions"] if later else first["versions"] | own
-    # starts of what was cut off, with another source, hardware or versions
-    return info | ({"resumed_with": later} if later else {})
+    own = info.get("versions")
+    if isinstance(own, dict) and first:
+        if later:  # its own are those of the last start
+            info["versions"] = own | first["versions"]
+        else:
+            info["versions"] = first["versions"] | own
+    if later:  # starts of what was cut off, with another source, hardware or versions
+        info["resumed_with"] = later
+    return info
 
 
 def typed(name: str, value: object, kind: type):
@@ -179,7 +185,8 @@ def whole(name: str, value: object) -> int:
 def make_run(info: dict, text: str, job: dict) -> Run:
     """A run from its run.json, the text of its episodes.csv and its job.json, {} without one. What
     it can't use is an error."""
-    table, info = read_table(text), told(info, job)
+    table = read_table(text)
+    info = told(info, job)
     args = typed("args", info.get("args") or {}, dict)
     hardware = info.get("hardware") or {}
     if not isinstance(hardware, dict):
@@ -190,17 +197,28 @@ def make_run(info: dict, text: str, job: dict) -> Run:
         raise ValueError("nothing says of which environment and seed it is")
     env_id = typed("env_id", env_id, str)
     script = job.get("script") or Path(typed("script", info.get("script", "unknown"), str)).stem
-    name, seconds = args.get("exp_name") or script, info.get("wall_seconds")
+    name = args.get("exp_name") or script
+    seconds = info.get("wall_seconds")
     if not seconds:
         seconds = table[-1, 1] if len(table) else np.nan
-    lengths = (("episodes", args.get("num_episodes")), ("steps", args.get("total_timesteps")))
+    variant = job.get("variant")
+    if not variant:
+        variant = "default" if name == script else name
+    status = info.get("status") or "missing"
+    if job.get("reason"):
+        status = "failed"
+    budget = ""
+    if args.get("num_episodes"):
+        budget = f"{whole('num_episodes', args['num_episodes']):,} episodes"
+    elif args.get("total_timesteps"):
+        budget = f"{whole('total_timesteps', args['total_timesteps']):,} steps"
     words = {
         "env_id": without_module(env_id),
         "script": script,
-        "variant": job.get("variant") or ("default" if name == script else name),
-        "status": "failed" if job.get("reason") else info.get("status") or "missing",
+        "variant": variant,
+        "status": status,
         "reason": job.get("reason"),
-        "budget": next((f"{whole(unit, x):,} {unit}" for unit, x in lengths if x), ""),
+        "budget": budget,
         "commit": info.get("git_commit"),
         "cpu": hardware.get("cpu"),
         "gpu": hardware.get("gpu"),
@@ -238,7 +256,8 @@ def unreadable(place: Path, job: dict, error: Exception) -> Run:
 
 def read_folder(folder: Path, job: dict | None = None) -> Run:
     """A run from its folder, which may be missing or half-made."""
-    table, path = folder / "episodes.csv", folder / "run.json"
+    table = folder / "episodes.csv"
+    path = folder / "run.json"
     played = folder.parent / "evaluation.json"
     info = load_json(path) if there(path) else {}
     if there(path) and not info:
@@ -296,7 +315,8 @@ def is_run(folder: Path) -> bool:
 
 def entries(folder: Path) -> tuple[list[Path], list[Path]]:
     """What may hold runs in a folder, by name: folders and committed tables, and links."""
-    plain, links = [], []
+    plain = []
+    links = []
     for path in sorted(folder.iterdir()):
         committed = path.suffix == ".json" and there(path.with_suffix(".csv.gz"))
         if path.is_symlink():
@@ -312,8 +332,10 @@ def search(top: Path) -> Iterator[Path]:
     if not top.is_dir():
         refuse(f"{top}: no such folder")
     start = real(top)
-    seen, runs = set(), set()  # by their real paths
-    left, links = [(top, start)], []  # links wait: a run goes by its own name, not by theirs
+    seen = set()  # real paths
+    runs = set()  # of these, where a run is
+    left = [(top, start)]
+    links = []  # they wait: a run goes by its own name, not by theirs
     while left or links:
         if left:
             path, here = left.pop()
@@ -345,7 +367,8 @@ def find(folders: Iterable[Path]) -> list[Run]:
 
     Refuses folders without a run, and two runs that claim the same place.
     """
-    runs, places = [], {}
+    runs = []
+    places = {}
     for place in (place for folder in folders for place in search(Path(folder))):
         run = read(place)
         key = (run.env_id, run.algorithm, run.seed)

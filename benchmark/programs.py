@@ -121,10 +121,13 @@ def provenance(words: list[str], environment: Mapping[str, str] = os.environ) ->
             return None if done.returncode else done.stdout.strip()
 
     at = script_at(words)
-    before, source = words[:at], None if at is None else Path(words[at]).resolve()
+    before = words[:at]
+    source = None if at is None else Path(words[at]).resolve()
     git = "git", "--no-optional-locks", "-C", str(source.parent if source else os.devnull)
     changed = said(*git, "status", "--porcelain")
-    cpu, versions, gpus = platform.processor(), {}, None
+    cpu = platform.processor()
+    versions = {}
+    gpus = None
     with contextlib.suppress(OSError, IndexError):
         cpu = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[0]
     for word in before:

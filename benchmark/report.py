@@ -92,7 +92,8 @@ def observed(groups: Iterable[Group], env_id: str, metric: str) -> Scale:
     scores = np.concatenate([own.scores(metric) for own in groups if own.env_id == env_id])
     if not len(scores):
         return Scale(0.0, 1.0, "none: no finished run")
-    low, high = scores.min(), scores.max()
+    low = scores.min()
+    high = scores.max()
     return Scale(low, high if high > low else low + 1.0, "worst and best of these runs")
 
 
@@ -119,7 +120,9 @@ def compared(groups: list[Group], metric: str) -> list[tuple[dict, list[str]]]:
 def number(value: float | None) -> str:
     if value is None or not np.isfinite(value):
         return "-"
-    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 10 else 2
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    digits = 1 if abs(value) >= 10 else 2
     return f"{value:,.{digits}f}"
 
 
@@ -195,7 +198,9 @@ def normalised(members: list[Group], metric: str, scales: dict[str, Scale]) -> l
 
 def across(comparisons: list, metric: str, scales: dict[str, Scale]) -> list[str]:
     """Tables of normalised scores over environments."""
-    places, aggregates, pairs = [], [], []
+    places = []
+    aggregates = []
+    pairs = []
     statistics = (stats.iqm, stats.mean, stats.median, stats.optimality_gap)
     for k, (algorithms, env_ids) in enumerate(comparisons, 1):
         lengths = {member.budget for own in algorithms.values() for member in own}
@@ -311,7 +316,8 @@ def plot_curves(axes, groups: list[Group], by: Literal["steps", "hours"], looks:
     each = groupby(groups, key=lambda member: member.env_id)
     for (env_id, members), axis in zip(each, axes, strict=True):
         for member in members:
-            look, done = looks[member.algorithm], []
+            look = looks[member.algorithm]
+            done = []
             few = sum(len(run.returns) > 0 for run in member.finished) < 3
             for run in member.runs:
                 x = run.steps if by == "steps" else run.seconds / 3600
@@ -430,15 +436,18 @@ def report(
     groups = group(runs)
     if not groups:
         refuse(f"no run that can be read: {runs[0].reason}")
-    known, shown = data.read_scales(scales), sorted({member.env_id for member in groups})
+    known = data.read_scales(scales)
+    shown = sorted({member.env_id for member in groups})
     ends = {name: known.get(name) or observed(groups, name, metric) for name in shown}
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         refuse(f"--output {output}: {error.strerror}")
-    rows, scores = [run_row(run) for run in runs], summary(groups)
+    rows = [run_row(run) for run in runs]
+    scores = summary(groups)
     bad = [row for row in rows if row["status"] != "finished" or not np.isfinite(row[metric])]
-    looks, comparisons = styles(groups), compared(groups, metric)
+    looks = styles(groups)
+    comparisons = compared(groups, metric)
     done = sum(run.status == "finished" for run in runs)
     parts = [f"# Report on {len(runs)} runs"]
     parts.append(f"{done} of {len(runs)} runs are finished. Statistics are of these alone.")

@@ -163,7 +163,8 @@ class Work:
             raise Ended(f"{programs.how_it_ended(code)}: {programs.last_word(path)}")
 
     def train(self, job: dict):
-        words, run = shlex.split(job["command"]), self.folder / "run"
+        words = shlex.split(job["command"])
+        run = self.folder / "run"
         if run.is_symlink():
             raise Ended(f"a link, which is not followed: {run}")
         if data.read_json(run / "run.json").get("status") == "finished":
@@ -182,7 +183,8 @@ class Work:
 
     def finish(self, job: dict):
         """Play and write the table."""
-        run, log = self.folder / "run", self.folder / "log.txt"
+        run = self.folder / "run"
+        log = self.folder / "log.txt"
         returns = self.played()
         data.read_folder(run, job)  # which must be possible
         if job["eval_episodes"] not in (0, len(returns)):
@@ -231,7 +233,8 @@ class Local:
     def __init__(self, workers: int, gpus: list[str], gpus_per_job: int):
         if gpus_per_job > len(gpus) and gpus:
             refuse(f"--gpus-per-job {gpus_per_job}: there are {len(gpus)}, {', '.join(gpus)}")
-        dealt, each = itertools.cycle(gpus or [""]), gpus_per_job if gpus else 1
+        dealt = itertools.cycle(gpus or [""])
+        each = gpus_per_job if gpus else 1
         shares = [",".join(itertools.islice(dealt, each)) for _ in range(workers)]
         self.mine = threading.local()  # of each of the threads: its share
         self.pool = ThreadPoolExecutor(
@@ -273,7 +276,8 @@ class Slurm:
         self.executor.update_parameters(
             array_parallelism=workers, time=minutes, additional_parameters=more
         )
-        self.asked, self.queue = 0.0, set()  # when Slurm was asked, and the ids that it told
+        self.asked = 0.0  # when Slurm was asked
+        self.queue = set()  # the ids that it told
         self.ours = set()  # ids of the jobs handed over
 
     def queued(self) -> set[str]:
@@ -282,7 +286,8 @@ class Slurm:
             command = ["squeue", "--me", "--noheader", "--array", "--format=%i"]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode == 0:
-                self.asked, self.queue = time.time(), set(done.stdout.split())
+                self.asked = time.time()
+                self.queue = set(done.stdout.split())
             elif not self.asked:  # what an earlier command has submitted must be known
                 refuse(f"squeue: {done.stderr.strip()}")
         return self.queue
@@ -296,7 +301,8 @@ class Slurm:
             job.slurm_id = handle.job_id
             write_json(job.folder / "slurm.json", {"id": job.slurm_id})
             self.queue.add(job.slurm_id)
-        self.asked, self.ours = time.time(), {job.slurm_id for job in jobs}
+        self.asked = time.time()
+        self.ours = {job.slurm_id for job in jobs}
 
     def ended(self, jobs: list[Work]) -> list[Work]:
         gone = [job for job in jobs if job.slurm_id not in self.queued()]
@@ -314,26 +320,28 @@ def plan(
     """The jobs of a command; those that are new get their folder and job.json. One whose folder
     can't be used is broken."""
     words = programs.split(command)
-    at, given = script_at(words), programs.given_twice(words, OURS)
+    at = script_at(words)
+    given = programs.given_twice(words, OURS)
     foreign = any(place in command for place in PLACES)
     if not foreign:
         words += itertools.chain(*zip(OURS, PLACES, strict=True))
     needed = PLACES if len(env_ids) > 1 else PLACES[1:]
     lacking = [place for place in needed if place not in shlex.join(words)]
-    for wrong, why in (
-        (at is None, "names no script (a word that ends with .py)"),
-        (lacking, f"{' and '.join(lacking)} is missing, so that all jobs would be the same"),
-        (given and not foreign, f"{given} is given to each job by this program"),
-    ):
-        if wrong:
-            refuse(f"--command {command!r}: {why}")
+    if at is None:
+        refuse(f"--command {command!r}: names no script (a word that ends with .py)")
+    if lacking:
+        why = f"{' and '.join(lacking)} is missing, so that all jobs would be the same"
+        refuse(f"--command {command!r}: {why}")
+    if given and not foreign:
+        refuse(f"--command {command!r}: {given} is given to each job by this program")
     if not re.fullmatch(r"[\w.+-]+", variant):
         refuse(f"--variant {variant!r}: must be a word; it names files")
     try:
         slugs = {env_id: data.slug(env_id) for env_id in env_ids}
     except ValueError as error:
         refuse(f"--env-ids: {error}")
-    jobs, script = [], Path(words[at]).stem
+    jobs = []
+    script = Path(words[at]).stem
     for env_id, seed in itertools.product(slugs, seeds):
         folder = runs_dir / slugs[env_id] / script / f"{variant}-s{seed}"
         own = words
@@ -390,7 +398,9 @@ def attempt(place: Local | Slurm, jobs: list[Work], last: bool) -> tuple[list[Wo
         if programs.locked(job.folder):  # by another command, or what a killed one left
             say(f"{job}: runs already")
     place.start(jobs)
-    left, again, failed = list(jobs), [], []
+    left = list(jobs)
+    again = []
+    failed = []
     bar = tqdm(total=len(jobs), unit=" jobs", leave=False, disable=None)  # on a terminal
     while left:
         time.sleep(0.5)
@@ -483,7 +493,8 @@ def run(
     try:
         while left:
             left, lost = attempt(place, left, last=retries == 0)
-            failed, retries = failed + lost, retries - 1
+            failed += lost
+            retries -= 1
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # uv sends its copy of a Ctrl-C at once
         time.sleep(0.5)

@@ -36,7 +36,21 @@ from benchmark import data, peers, programs
 from benchmark.programs import at_least, refuse, script_at
 
 FASTEST = 1e9  # steps per second that no program makes
-COLUMNS = ("program", "round", "run", "steps", "cpu_seconds", "wall_seconds", "peak_mb")
+
+
+class Row(NamedTuple):
+    """Of the table: what one run took."""
+
+    program: str
+    round: int
+    run: str  # cold, short or long
+    steps: int
+    cpu_seconds: float
+    wall_seconds: float
+    peak_mb: float
+
+
+COLUMNS = Row._fields
 
 
 class Cost(NamedTuple):
@@ -196,22 +210,32 @@ class Summary:
     busy: np.ndarray  # CPU time over wall time
 
 
+def by_round(rows: list[Row], run: str) -> dict[str, np.ndarray]:
+    """A program's columns [rounds] of numbers, of its short or its long runs."""
+    own = [row for row in rows if row.run == run]
+    names = ("steps", "cpu_seconds", "wall_seconds", "peak_mb")
+    return {name: np.array([getattr(row, name) for row in own]) for name in names}
+
+
 def summarise(rows: list[tuple]) -> dict[str, Summary]:
     """From rows of COLUMNS, program by program."""
     summaries = {}
-    for name in dict.fromkeys(row[0] for row in rows):
-        cold, short, long = (  # each steps, CPU-seconds, seconds and MB by round
-            np.array([row[3:] for row in rows if (row[0], row[2]) == (name, kind)]).T
-            for kind in ("cold", "short", "long")
-        )
-        steps, cpu, wall, _ = long - short
+    table = [Row(*row) for row in rows]
+    for name in dict.fromkeys(row.program for row in table):
+        own = [row for row in table if row.program == name]
+        cold = next(row for row in own if row.run == "cold")
+        short = by_round(own, "short")
+        long = by_round(own, "long")
+        steps = long["steps"] - short["steps"]
+        cpu = long["cpu_seconds"] - short["cpu_seconds"]
+        wall = long["wall_seconds"] - short["wall_seconds"]
         rates = steps / wall
         summaries[name] = Summary(
             cpu_rates=steps / np.where(cpu > 0, cpu, np.nan),
             rates=rates,
-            starts=short[2] - short[0] / rates,
-            cold=cold[2, 0] - cold[0, 0] / np.median(rates),
-            memory=long[3].max(),
+            starts=short["wall_seconds"] - short["steps"] / rates,
+            cold=cold.wall_seconds - cold.steps / np.median(rates),
+            memory=long["peak_mb"].max(),
             busy=cpu / wall,
         )
     return summaries
@@ -231,7 +255,8 @@ def report(summaries: dict[str, Summary], variants: list[str]):
         rates = [spread(values, ",.0f") for values in (x.cpu_rates, x.rates)]
         rows.append([name, *rates, spread(x.starts, ".1f"), f"{x.cold:.1f}", f"{x.memory:,.0f}"])
     for a, b in itertools.product(variants, [name for name in summaries if name not in variants]):
-        mine, other = summaries[a], summaries[b]
+        mine = summaries[a]
+        other = summaries[b]
         parts = mine.cpu_rates / other.cpu_rates, mine.rates / other.rates  # round by round
         rows.append([f"{a} / {b}", *(spread(part, ".2f") for part in parts), "", "", ""])
     print(f"\n{programs.aligned(rows, range(6))}")
@@ -301,11 +326,13 @@ def speed(
     at_least(0.1, seconds=seconds, time_limit=time_limit)
     if not command:
         refuse("--command is missing")
-    flag, values = vary.removeprefix("--").split()[:1], vary.split()[1:]  # none or one, some
+    flag = vary.removeprefix("--").split()[:1]  # none or one
+    values = vary.split()[1:]
     if vary and not (values and re.fullmatch(r"[a-z][\w-]*", flag[0])):
         refuse(f'--vary {vary!r}: give a flag and its values, e.g. "num-envs 1 2 4"')
     variants = [program(text) for text in command]
-    entries, first = variants + [program(text) for text in peer], variants[0]
+    entries = variants + [program(text) for text in peer]
+    first = variants[0]
     kinds = [kind for kind, wanted in (("sb3", sb3), ("bare", bare)) if wanted]
     entries += [built_in(kind, first) for kind in kinds if peers.fit(first.words)]
     names = [entry.name for entry in entries]
@@ -332,7 +359,8 @@ def speed(
         for value in values or [""]:
             more = [f"--{flag[0]}", value] if vary else []
             print(f"\n{' '.join(more)}")
-            now, rows = [], []
+            now = []
+            rows = []
             for entry in entries:
                 own = variables | {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/{entry.name}{value}"}
                 words = entry.words + more

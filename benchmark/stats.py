@@ -30,7 +30,8 @@ def iqm(*scores: np.ndarray, axis: int = -1):
     """
     from scipy.stats import trim_mean
 
-    pooled, seeds = np.concatenate(scores, axis=axis), [np.shape(x)[axis] for x in scores]
+    pooled = np.concatenate(scores, axis=axis)
+    seeds = [np.shape(x)[axis] for x in scores]
     if len(set(seeds)) == 1:
         return trim_mean(pooled, 0.25, axis=axis)
     pooled = np.moveaxis(pooled, axis, -1)
@@ -83,7 +84,8 @@ def interval(
     if min(x.shape[-1] for x in scores) < 2:
         known = np.zeros_like(known)
     if not known.all():
-        low, high = np.full(known.shape, np.nan), np.full(known.shape, np.nan)
+        low = np.full(known.shape, np.nan)
+        high = np.full(known.shape, np.nan)
         if known.any():
             finite = [x[known] for x in scores]
             low[known], high[known] = interval(statistic, finite, level, resamples, seed)

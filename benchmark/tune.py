@@ -151,7 +151,8 @@ class Search:
     def on_signal(self, number, frame):
         """Ask the scripts to stop, which save themselves; given again, kill them."""
         self.stopped_at = self.stopped_at or time.monotonic()
-        kill, self.signal = time.monotonic() - self.stopped_at > 1, number  # uv sends two at once
+        kill = time.monotonic() - self.stopped_at > 1  # uv sends two at once
+        self.signal = number
         self.stop.set()
         print("\nstopping after these iterations; Ctrl-C: at once", file=sys.stderr, flush=True)
         for work in self.works:
@@ -159,7 +160,8 @@ class Search:
 
     def train(self, number: int, env_id: str, seed: int, flags: list[str]) -> float:
         """Train, or go on, or find it done; the scaled score."""
-        command, variant = f"{self.command} {shlex.join(flags)}", f"trial-{number:04}"
+        command = f"{self.command} {shlex.join(flags)}"
+        variant = f"trial-{number:04}"
         (work,) = plan([env_id], command, range(seed, seed + 1), self.folder, variant, 0)
         if work.broken:
             raise ValueError(work.broken)
@@ -195,7 +197,8 @@ class Search:
         """Do what is left of a trial and tell the study how it ended."""
         from optuna.trial import TrialState
 
-        start, flags = time.time(), self.flags(trial.params)
+        start = time.time()
+        flags = self.flags(trial.params)
         try:
             scores, pruned = self.train_all(trial, flags)
         except (OSError, ValueError) as error:  # a run that failed, or its table
@@ -230,7 +233,7 @@ class Search:
 
 
 def write(search: Search, trials: list) -> list[list]:
-    """trials.csv, by one process at a time; its rows."""
+    """trials.csv, by one process at a time; its header and a row for each trial, by number."""
     rows = [["trial", "state", "score", "seconds", *search.space, *search.scales, "commit"]]
     for trial in trials:
         scores = trial.user_attrs.get("scores", {})
@@ -240,28 +243,33 @@ def write(search: Search, trials: list) -> list[list]:
         row += [mean(scores[env_id]) if scores else "" for env_id in search.scales]
         jobs = sorted(search.folder.glob(f"*/*/trial-{trial.number:04}-s*/job.json"))
         starts = [start for job in jobs for start in Work(job.parent, None).read()["starts"]]
-        rows.append([*row, starts[0].get("git_commit") if starts else ""])
+        row.append(starts[0].get("git_commit") if starts else "")
+        rows.append(row)
     table = search.folder / "trials.csv"
     with lock(search.folder / "lock", wait=True), open(table, "w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(rows)
     return rows
 
 
-def report(search: Search, study, rows: list[list]):
-    """The best trials, what mattered and the best command."""
+def report(search: Search, study, trials: list, rows: list[list]):
+    """The best trials, by the rows that `write` gave, what mattered and the best command."""
     import optuna
 
-    best = sorted((row for row in rows if row[1] == "complete"), key=lambda row: -row[2])
+    complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
+    best = sorted(complete, key=lambda trial: -trial.value)
     if not best:
         return
-    shown = [row[:-1] for row in [rows[0], *best[:10]]]
-    shown = [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in shown]
+    header, *table = rows
+    shown = [header[:-1]]  # without the commit
+    for trial in best[:10]:
+        cells = table[trial.number][:-1]
+        shown.append([f"{x:.4g}" if isinstance(x, float) else str(x) for x in cells])
     print(f"\n{programs.aligned(shown, range(len(shown[0])))}")
-    if best[0][2] > best[-1][2]:
+    if best[0].value > best[-1].value:
         importances = optuna.importance.get_param_importances(study)
         parts = (f"{name} {share:.2f}" for name, share in importances.items())
         print(f"\nimportance: {', '.join(parts)}")
-    print(f"\nbest: {search.command} {shlex.join(search.flags(study.trials[best[0][0]].params))}")
+    print(f"\nbest: {search.command} {shlex.join(search.flags(best[0].params))}")
 
 
 def tune(
@@ -332,8 +340,9 @@ def tune(
 
     ended = known.trials
     states = [t.state.name for t in ended]
-    report(asked, known, write(asked, ended))
-    pruned, failed = states.count("PRUNED"), states.count("FAIL")
+    report(asked, known, ended, write(asked, ended))
+    pruned = states.count("PRUNED")
+    failed = states.count("FAIL")
     done = states.count("COMPLETE") + pruned
     told = f"{done} of {trials} trials done, {pruned} of them pruned, {failed} failed"
     print(f"{told}; table: {study / 'trials.csv'}")

@@ -8,7 +8,9 @@ from pathlib import Path
 import ppo_continuous_action_warp as script
 from benchmark.published import RESULTS
 
-FILE, PENDULUM, GAE = RESULTS / "bootstrap.csv", script.Pendulum, script.gae
+FILE = RESULTS / "bootstrap.csv"
+PENDULUM = script.Pendulum
+GAE = script.gae
 RULES = {  # of V before and after each step and its flags: what follows, and where it is not used
     "the true last observation": lambda v, after, over, cut: (after, over),
     "the observation before it": lambda v, after, over, cut: (v.where(cut, after), over),
@@ -28,7 +30,8 @@ def score(rule: str, limit: int, seed: int) -> float:  # trained and played
     with tempfile.TemporaryDirectory() as folder:
         args = script.Args(env_id="Pendulum-v1", seed=seed, run_dir=Path(folder), **sizes)
         agent, _ = script.load(script.train(args))
-    envs, total = pendulum(1024, "cpu"), 0.0
+    envs = pendulum(1024, "cpu")
+    total = 0.0
     obs = envs.reset(envs.steps == 0)
     for _ in range(200):
         obs, rewards, _, _ = envs.step(agent.act(obs).clamp(envs.low, envs.high))

@@ -18,7 +18,8 @@ HERE = Path(__file__).resolve().parent
 
 def changed(names: str):
     """Their script as a module, with these changes."""
-    cma, paths = names.startswith("cma-"), sorted((HERE / "changes").glob("*.patch"))
+    cma = names.startswith("cma-")
+    paths = sorted((HERE / "changes").glob("*.patch"))
     known = {path.stem: path for path in paths if path.stem.startswith("cma-") == cma}
     if not set(names.split("+")) <= known.keys():
         raise SystemExit(f"change.py {names}: not among {', '.join(known)}")
@@ -31,7 +32,8 @@ def changed(names: str):
         subprocess.run(["git", "apply", known[name]], cwd=folder, env=here, check=True)
     name = f"changed_{names.replace('.', '_')}"  # the same again, for torch's compile cache
     spec = importlib.util.spec_from_file_location(name, folder / script)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
     module.kept = kept
     spec.loader.exec_module(module)
     return module
@@ -41,12 +43,16 @@ def main():
     name, *flags = sys.argv[1:] or [""]
     if name in ("--resume", "--evaluate"):  # a run of this program: its changes are its name
         run = json.loads((Path(flags[0]) / "run.json").read_text())
-        flags, name = [name, *flags], run["args"]["exp_name"]
+        flags = [name, *flags]
+        name = run["args"]["exp_name"]
     else:
         flags += ["--exp-name", name]
     script = changed(name)
     args = script.parse_args(flags)
-    (script.evaluate if args.evaluate else script.train)(args)
+    if args.evaluate:
+        script.evaluate(args)
+    else:
+        script.train(args)
 
 
 if __name__ == "__main__":

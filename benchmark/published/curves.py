@@ -17,7 +17,8 @@ from benchmark import compare, data, report
 from benchmark.published import RESULTS
 from benchmark.stats import running_mean
 
-BLUE, ORANGE = "#0072B2", "#D55E00"
+BLUE = "#0072B2"
+ORANGE = "#D55E00"
 
 
 # --- what was measured ----------------------------------------------------------------------------
@@ -80,11 +81,18 @@ def committed(
     return sorted(groups, key=lambda g: (env_ids.index(g.env_id), algorithms.index(g.algorithm)))
 
 
+class Effect(NamedTuple):
+    """Of a change, or of the whole that it is made to."""
+
+    name: str
+    scores: list[np.ndarray]  # [seeds] by environment
+    judgement: compare.Judgement | None  # over the environments that both have run on
+
+
 def effects(
     whole: str, changes: Sequence[str], env_ids: Sequence[str], metric: str, seeds=ANY
-) -> Iterator[tuple]:
-    """The whole and each change that has run: its name, its scores by environment and, of a change,
-    compare's judgement over those environments: P(better), its interval, p and a verdict."""
+) -> Iterator[Effect]:
+    """The whole and each change that has run, judged as `compare` does."""
     groups = committed((whole, *changes), env_ids, seeds)
     before = [own for own in groups if own.algorithm == whole]
     for name in (whole, *changes):
@@ -92,10 +100,10 @@ def effects(
         found = {member.env_id: member.scores(metric) for member in own}
         scores = [found.get(env_id, np.empty(0)) for env_id in env_ids]
         if name == whole:
-            yield name, scores, ()
+            yield Effect(name, scores, None)
         elif any(map(len, scores)):
             _, judgement = compare.effect(before, own, metric)
-            yield name, scores, judgement
+            yield Effect(name, scores, judgement)
 
 
 # --- what others published ------------------------------------------------------------------------
@@ -228,7 +236,8 @@ def modes():
     for name, look in looks.items():
         lines = []
         for group in (g for g in groups if g.algorithm == name):
-            low, high = scales[group.env_id].low, scales[group.env_id].high
+            low = scales[group.env_id].low
+            high = scales[group.env_id].high
             finished = ((run.steps, running_mean(run.returns)) for run in group.finished)
             lines.append([(x / 1e6, (y - low) / (high - low)) for x, y in finished])
         report.plot_band(axis, look, *lines)
@@ -271,11 +280,13 @@ FINALISTS = "ppo_continuous_action no-target-kl", FOUND, EIGHT, "evaluation"
 
 def what_matters():
     """P(better) of each change of the study, with its interval."""
-    found = sorted(list(effects(*SCREENED))[1:], key=lambda x: x[2][0])
+    _, *changes = effects(*SCREENED)
+    found = sorted(changes, key=lambda change: change.judgement.probability)
     figure, axis = panels(1, 8.0, 0.8 + 0.27 * len(found))
-    for k, (_, _, (probability, low, high, *_)) in enumerate(found):
-        axis.plot([low, probability, high], [k] * 3, "-o", color=BLUE, markevery=[1])
+    for k, change in enumerate(found):
+        own = change.judgement
+        axis.plot([own.low, own.probability, own.high], [k] * 3, "-o", color=BLUE, markevery=[1])
     axis.axvline(0.5, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(found)), [STUDY[name].replace("`", "") for name, *_ in found])
+    axis.set_yticks(range(len(found)), [STUDY[change.name].replace("`", "") for change in found])
     axis.set(xlim=(0, 1), xlabel="P(better)")
     save(figure, "what_matters")

@@ -18,7 +18,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from ppo_cma import Agent, Args, pretrain_policy
 
-ITERATIONS, ACTIONS = 20, 64
+ITERATIONS = 20
+ACTIONS = 64
 PROBLEM = SimpleNamespace(
     observation_space=gym.spaces.Box(0.0, 0.0, (1,)),  # one dummy state
     action_space=gym.spaces.Box(-2.0, 2.0, (2,)),
@@ -39,7 +40,8 @@ def optimize(mode: str, seed: int, history: int = 5) -> Result:
     agent.initial_mean.fill_(-1.0)
     agent.initial_std.fill_(0.25)
     pretrain_policy(agent)
-    state, result = np.zeros((ACTIONS, 1), np.float32), Result([], [], [])
+    state = np.zeros((ACTIONS, 1), np.float32)
+    result = Result([], [], [])
     for _ in range(ITERATIONS):
         actions = agent.act(state, agent.noise(ACTIONS))
         for action in actions:

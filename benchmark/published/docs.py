@@ -39,7 +39,8 @@ def flags(script: str) -> str:
     """A table of the fields of a script's Args: flag, default, and the comment that is its help."""
     fields = dataclasses.fields(importlib.import_module(script).Args)
     source = (ROOT / f"{script}.py").read_text()
-    words, rows = {None: "", True: "on", False: "off"}, []
+    words = {None: "", True: "on", False: "off"}
+    rows = []
     for field in fields:
         said = re.search(rf"\n    {field.name}: [^\n#]*# ([^\n]*)", source)[1].replace("|", "\\|")
         default = field.default
@@ -75,7 +76,8 @@ def results(script: str) -> str:
 
 def rewrite(page: Path) -> str:
     """A page's text with its links and tables as they now are."""
-    text, blocks = page.read_text(), dict(tables.BLOCKS)
+    text = page.read_text()
+    blocks = dict(tables.BLOCKS)
     if page.parent == DOCS:
         text = LINK.sub(link, text)
         blocks |= {make.__name__: partial(make, page.stem) for make in (flags, results)}

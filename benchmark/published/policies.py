@@ -24,7 +24,8 @@ def keep(run: Path) -> str:
     """Write policies/<env>; its row of the table."""
     content = json.loads((run / "run.json").read_text())
     saved = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
-    args, script = saved["args"], content["script"].removesuffix(".py")
+    args = saved["args"]
+    script = content["script"].removesuffix(".py")
     weights = {name: smaller(name, x) for name, x in saved["agent"].items()}
     folder = POLICIES / args["env_id"].rpartition(":")[2]
     folder.mkdir(exist_ok=True)

@@ -11,14 +11,15 @@ mappo="$mappo --learning-rate 7e-4 --no-anneal-lr --vf-coef 1 --max-grad-norm 10
 agents --num-seeds 3 --env-ids mpe2.simple_speaker_listener_v4 --command "$script"
 agents --num-seeds 3 --env-ids mpe2.simple_speaker_listener_v4 --variant mappo \
   --command "$script $mappo --update-epochs 15"
+agents --env-ids mpe2.simple_spread_v3 --command "$script --total-timesteps 2000000"
 agents --env-ids mpe2.simple_spread_v3 --variant mappo \
   --command "$script $mappo --update-epochs 10 --total-timesteps 2000000"
 
 # food that two must lift together; its own time limit, a termination, is switched off
 agents --env-ids lbforaging:Foraging-8x8-2p-2f-coop-v3 \
-  --command "$script --total-timesteps 2000000 --env-kwargs '{\"max_episode_steps\":1000000}' --max-episode-steps 50"
+  --command "$script --env-kwargs '{\"max_episode_steps\":1000000}' --max-episode-steps 50"
 
 # early deaths
 agents --env-ids butterfly/knights_archers_zombies_v11 \
-  --command "$script --num-envs 8 --total-timesteps 2000000 --env-kwargs '{\"max_cycles\":900,\"max_zombies\":10}'"
+  --command "$script --num-envs 8 --env-kwargs '{\"max_cycles\":900,\"max_zombies\":10}'"
 python -m benchmark.published

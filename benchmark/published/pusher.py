@@ -11,7 +11,8 @@ make = partial(envpool.make_gymnasium, "Pusher-v4", num_envs=1, num_threads=1)
 
 class Pusher(gym.Env):
     pool = make(seed=0)
-    observation_space, action_space = pool.observation_space, pool.action_space
+    observation_space = pool.observation_space
+    action_space = pool.action_space
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:

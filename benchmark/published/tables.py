@@ -31,7 +31,7 @@ def by_seed(runs: list[data.Run], metric: str = "evaluation") -> str:
 
 
 def plural(seeds: int) -> str:
-    return f"{seeds} seed{'s' * (seeds > 1)}"
+    return "1 seed" if seeds == 1 else f"{seeds} seeds"
 
 
 def length(steps: int) -> str:
@@ -45,8 +45,12 @@ def clipped_results() -> str:
     for env_id, script in curves.CLIPPED.items():
         own, cleanrl = (curves.runs(env_id, script, name) for name in ("default", "cleanrl"))
         steps = own[0].info["args"]["total_timesteps"]
-        name = f"{env_id}, {length(steps)}" + f" ({len(own)} seeds)" * (len(own) != 5)
-        there = by_seed(cleanrl) + f" ({plural(len(cleanrl))})" * bool(cleanrl)
+        name = f"{env_id}, {length(steps)}"
+        if len(own) != 5:
+            name += f" ({plural(len(own))})"
+        there = by_seed(cleanrl)
+        if cleanrl:
+            there += f" ({plural(len(cleanrl))})"
         cells = [name, bold(by_seed(own)), by_seed(own, "training"), there]
         cells.append(by_seed(cleanrl, "training"))
         others = (curves.published(env_id, steps, *which) for which in curves.ELSEWHERE.values())
@@ -56,7 +60,8 @@ def clipped_results() -> str:
 
 def control() -> str:
     """Clipped PPO on dm_control at 1M steps, and CleanRL's PPO and RPO at 8M."""
-    rows, variants = [], ("default", "no-target-kl", "log-std-0")
+    rows = []
+    variants = ("default", "no-target-kl", "log-std-0")
     for name in sorted(f"dm_control/{task}-v0" for task in CONTROL):
         own, *old = (curves.runs(name, CLIPPED, x) for x in variants)
         cells = bold(by_seed(own)), by_seed(own, "training"), *map(by_seed, old)
@@ -69,9 +74,12 @@ def control() -> str:
 
 def goals() -> str:
     """The study's goals, what the defaults make, and the highest that one of its changes does."""
-    rows, names = [], curves.STUDY | curves.FOUND
+    rows = []
+    names = curves.STUDY | curves.FOUND
     for row in data.read_csv(RESULTS.parent / "goals.csv"):
-        env_id, name, best = row["env_id"], f"{row['env_id']}, {row['setting']}", ""
+        env_id = row["env_id"]
+        name = f"{row['env_id']}, {row['setting']}"
+        best = ""
         own = curves.runs(env_id, CLIPPED, row["variant"])
         if row["variant"] == "default":
             tried = curves.committed(list(names), [env_id], curves.SEEDS)
@@ -111,7 +119,8 @@ def scores_by_script(groups: list[report.Group], metric: str) -> list[list[str]]
 
 def head_to_head(metric: str) -> str:
     """Scores, the best in bold, those of all environments, and P(a run above the clipped one's)."""
-    groups, scales = curves.committed(curves.SCRIPTS, curves.MUJOCO), data.read_scales(data.SCALES)
+    groups = curves.committed(curves.SCRIPTS, curves.MUJOCO)
+    scales = data.read_scales(data.SCALES)
     rows = []
     for env_id, seeds, *scores in scores_by_script(groups, metric):
         numbers = [float(score.split()[0].replace(",", "")) for score in scores]
@@ -159,16 +168,19 @@ def ablations(
 ) -> str:
     """A row for the whole and one per change: seeds, scores, P with its interval, p, verdict; of a
     table of speeds also its CPU time, over that of the whole."""
-    rows, found = [], costs(paid) if paid else {}
+    rows = []
+    found = costs(paid) if paid else {}
     for name, scores, judged in curves.effects(whole, changes, env_ids, metric, seeds):
         cells = [changes.get(name, "none"), ", ".join(str(len(x)) for x in scores)]
         if paid:
             cells.insert(1, ratio(found["study"], found.get(name.split()[-1])))
-        cells += [*map(estimate, scores), "", "", ""]
+        cells += map(estimate, scores)
         if judged:
-            probability, low, high, p, cells[-1] = judged
-            cells[-3] = f"{probability:.2f} {report.between(low, high, report.ratio)}".rstrip()
-            cells[-2] = f"{p:.2g}"
+            ends = report.between(judged.low, judged.high, report.ratio)
+            cells.append(f"{judged.probability:.2f} {ends}".rstrip())
+            cells += [f"{judged.p:.2g}", judged.verdict]
+        else:
+            cells += ["", "", ""]
         rows.append(cells)
     first = ["change", "CPU time", "seeds"] if paid else ["change", "seeds"]
     return table(" | ".join([*first, *env_ids, "P(better)", "p", "verdict"]), rows)
@@ -176,7 +188,8 @@ def ablations(
 
 def cma_results() -> str:
     """Means over seeds, and the range of single ones."""
-    car, rows = "`--iter-steps 4000 --minibatch-size 2048 --action-repeat %d`", []
+    car = "`--iter-steps 4000 --minibatch-size 2048 --action-repeat %d`"
+    rows = []
     for env_id, variant, setting in (
         ("Humanoid-v4", "default", "`--no-anneal-lr`"),
         ("Humanoid-v4", "anneal-lr", "defaults"),
@@ -188,7 +201,9 @@ def cma_results() -> str:
         most = found[0].run.info["args"]["total_timesteps"]
         points = [x for x in curves.anchors(env_id) if x.algorithm.startswith("ppo-cma-m")]
         nearest = min(points, key=lambda x: abs(x.steps - most))
-        who = f"{nearest.env_id}, " * (nearest.env_id != env_id) + plural(nearest.seeds)
+        who = plural(nearest.seeds)
+        if nearest.env_id != env_id:
+            who = f"{nearest.env_id}, {who}"
         original = f"{number(nearest.score)} at {nearest.steps / 1e6:g}M ({who})"
         cells = []
         for own in (
@@ -196,7 +211,9 @@ def cma_results() -> str:
             [curve.run.score("evaluation") for curve in found],
         ):
             cells.append(f"**{number(np.mean(own))}** ({number(min(own))} to {number(max(own))})")
-        cells.insert(1, original * (setting != car % 4))  # the original's action repeat is 2
+        if setting == car % 4:  # the original's action repeat is 2
+            original = ""
+        cells.insert(1, original)
         rows.append([f"{env_id}, {setting}", f"{len(found)} x {length(most)}", *cells])
     header = "environment, command | seeds, steps | training return | original's training return "
     return table(header + "| mean action", rows)
@@ -209,7 +226,8 @@ def crossing(curve: curves.Curve, score: float) -> int:
 
 
 def humanoid() -> str:
-    goals, rows = (1000, 2000, 3000, 4000), []
+    goals = (1000, 2000, 3000, 4000)
+    rows = []
     ppo = (("ppo_cma", f"5M-ppo-{x}", f", mode ppo, clip {x}") for x in (0.0025, 0.05, 0.1, 0.2))
     for script, variant, words in (
         ("ppo_cma", "default", ", `--no-anneal-lr`"),
@@ -241,7 +259,8 @@ def humanoid() -> str:
 
 def kl_results() -> str:
     """Of each seed the mean return of the five iterations that end with an episode."""
-    rows, marks = [], {"HalfCheetah-v4": (1000, 3000), "Swimmer-v4": (1000, 2480)}
+    rows = []
+    marks = {"HalfCheetah-v4": (1000, 3000), "Swimmer-v4": (1000, 2480)}
     marks |= {"Hopper-v4": (1000, 2000, 3000), "InvertedPendulum-v4": (640,)}
     marks |= {"Walker2d-v4": (1000, 2500, 5000), "Humanoid-v4": (5000, 10_000)}
     marks |= {"HumanoidStandup-v4": (1000,)}
@@ -261,25 +280,42 @@ def kl_results() -> str:
     return table(header, [*rows, cells])
 
 
+def longest(runs: list[data.Run]) -> int:
+    """Episodes of the longest run, 0 without any."""
+    return max((len(run.returns) for run in runs), default=0)
+
+
+def between_ends(episodes: list[int]) -> str:
+    """From the fewest to the most, in words."""
+    if not episodes:
+        return "not run"
+    fewest = f"{min(episodes):,}"
+    most = f"{max(episodes):,}"
+    return fewest if fewest == most else f"{fewest} to {most}"
+
+
 def coady(prefix: str) -> str:
     """Table 1 of "AI Gym Workout", episodes until the mean of five is at a threshold or, by the
     prefix "best_", table 2, the highest such mean; beside them each seed of our longest runs."""
     rows = []
     for row in data.read_csv(RESULTS.parent / "coady.csv"):
         both = [curves.runs(row["env_id"], "ppo_kl_adaptive", name) for name in ("default", "1M")]
-        found = max(both, key=lambda runs: max((len(run.returns) for run in runs), default=0))
-        episodes, own = [len(run.returns) for run in found], []
+        found = max(both, key=longest)
+        episodes = [len(run.returns) for run in found]
+        own = []
         for run, count in zip(found, episodes, strict=True):
-            best = stats.running_mean(run.returns, 5)[4:].max()
-            at = np.arange(1, count + 1), run.returns, row["threshold"]
-            reached = stats.first_reach(*at, games=5, least=5)
-            own.append(number(best) if prefix else f"{reached:,.0f}".replace("inf", "-"))
-        goal = "" if prefix else f", {row['threshold']:,}"
-        others = (row[prefix + name] or "" for name in ("ppo", "q_prop", "trpo", "ddpg"))
-        cells = [row["env_id"] + goal, ", ".join(own)]
-        cells += [x if isinstance(x, str) else f"{x:,}" for x in others]
-        ran = dict.fromkeys(f"{end(episodes):,}" for end in (min, max)) if episodes else ["not run"]
-        rows.append([*cells, " to ".join(ran)])
+            if prefix:
+                own.append(number(stats.running_mean(run.returns, 5)[4:].max()))
+                continue
+            numbers = np.arange(1, count + 1)
+            reached = stats.first_reach(numbers, run.returns, row["threshold"], games=5, least=5)
+            own.append(f"{reached:,.0f}" if np.isfinite(reached) else "-")
+        name = row["env_id"] if prefix else f"{row['env_id']}, {row['threshold']:,}"
+        cells = [name, ", ".join(own)]
+        for other in ("ppo", "q_prop", "trpo", "ddpg"):
+            value = row[prefix + other]
+            cells.append(f"{value:,}" if isinstance(value, int | float) else value or "")
+        rows.append([*cells, between_ends(episodes)])
     header = f"environment{'' if prefix else ', threshold'} | each seed | the post, one run "
     return table(header + "| Q-Prop | TRPO | DDPG | episodes that ours ran", rows)
 
@@ -295,8 +331,10 @@ def games(script: str, *more: str) -> list[data.Run]:
 def atari_results(script: str = "ppo_atari_multigpu") -> str:
     rows = []
     for run in games(script, "2M-by-1", "2M-by-2", "10M"):
-        setting = f", {run.variant}" * (run.variant != "default")
-        name = f"{run.env_id}{setting}, seed {run.seed}"
+        setting = run.env_id
+        if run.variant != "default":
+            setting += f", {run.variant}"
+        name = f"{setting}, seed {run.seed}"
         cells = [name, f"{run.steps[-1] / 1e6:.2f}M, {run.hours:.1f}"]
         cells += [f"**{run.score(metric):.1f}**" for metric in ("training", "evaluation")]
         for goal in curves.GOALS[run.env_id]:
@@ -365,7 +403,8 @@ def speeds(most: int | None = 5, columns: int | None = 4) -> str:
 
 def study_speed() -> str:
     """Times of whole runs of the clipped script, over those without a KL stop."""
-    rows, names = [], ("default", "large", "none", "bare")
+    rows = []
+    names = ("default", "large", "none", "bare")
     for env_id in ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Ant-v4"):
         own, large, none, bare = map(costs(f"what_matters-{env_id}").get, names)
         rows.append([env_id, rate(own), *(ratio(none, x) for x in (own, large, bare))])
@@ -375,17 +414,21 @@ def study_speed() -> str:
 
 def growth(flag: str) -> str:
     """The clipped script by the values of a flag, one round."""
-    measured = [tuple(row.values()) for row in data.read_csv(SPEED / f"{CHEETAH}-{flag}.csv")]
+    measured = {}
+    for row in data.read_csv(SPEED / f"{CHEETAH}-{flag}.csv"):
+        cost = [row[name] for name in speed.COLUMNS]
+        measured.setdefault(row[flag], []).append(cost)
     rows = []
-    for value in dict.fromkeys(row[0] for row in measured):
-        found = speed.summarise([row[1:] for row in measured if row[0] == value])
+    for value, costs_there in measured.items():
+        found = speed.summarise(costs_there)
         mine = found["ppo_continuous_action"]
         rows.append([value, rate(mine), ratio(mine, found.get("bare"))])
     return table(f"`--{flag}` | steps per CPU-second | to the bare environment", rows)
 
 
 def atari_speed() -> str:
-    measured, rows = data.read_csv(RESULTS / "speed_atari-Pong-v5.csv"), []
+    measured = data.read_csv(RESULTS / "speed_atari-Pong-v5.csv")
+    rows = []
     for name, words in {
         "1 process, 1 thread": "1 process",
         "1 process, 1 thread, bf16": "1 process, `--bf16`",
@@ -393,7 +436,8 @@ def atari_speed() -> str:
         "2 processes, 1 thread each, bf16": "2 processes, `--bf16`",
         "EnvPool alone": "EnvPool alone, 1 thread, random actions",
     }.items():
-        own, cells = [row for row in measured if row["what"] == name], [words]
+        own = [row for row in measured if row["what"] == name]
+        cells = [words]
         for clock in ("wall_seconds", "cpu_seconds"):
             cells.append(f"{median(row['steps'] / row[clock] for row in own):,.0f}")
         for part in ("environments", "inference", "update"):
@@ -456,7 +500,8 @@ ON = *curves.MUJOCO[:4], *(f"dm_control/{task}-v0" for task in CONTROL[:4])
 BLOCKS["rpo"] = partial(ablations, f"{CLIPPED} no-target-kl", ALPHAS, ON, "evaluation")
 for metric in report.METRICS:
     BLOCKS |= {f"head-to-head-{metric}": partial(head_to_head, metric)}
-    parts, modes = (curves.CHANGES, curves.ABLATED), (curves.MODES, curves.MUJOCO)
+    parts = (curves.CHANGES, curves.ABLATED)
+    modes = (curves.MODES, curves.MUJOCO)
     for name, studied in {"ablations": parts, "modes": modes}.items():
         BLOCKS |= {f"{name}-{metric}": partial(ablations, "ppo_cma 1M", *studied, metric)}
 for name, studied in {"what-matters": curves.SCREENED, "finalists": curves.FINALISTS}.items():
