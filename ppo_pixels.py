@@ -911,7 +911,7 @@ class Rollout(NamedTuple):
 
 class Batch(NamedTuple):
     obs: list[torch.Tensor]  # of each leaf [B, ...]
-    actions: torch.Tensor  # [B, A]
+    actions: torch.Tensor  # [B, F]
     logprobs: torch.Tensor  # [B], of the policy that acted
     advantages: torch.Tensor  # [B]
     returns: torch.Tensor  # [B]
@@ -923,8 +923,8 @@ class Batch(NamedTuple):
 
 
 def ppo_loss(agent: Agent, args: Args, batch: Batch):
-    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch, and what is logged of
-    it."""
+    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and what is
+    logged of it."""
     _, logprob, entropy, value = agent(batch.obs, batch.actions)
     logratio = logprob - batch.logprobs
     ratio = logratio.exp()
@@ -938,12 +938,13 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch):
 
     error = (value - batch.returns).square()
     if args.clip_vloss:  # value clipping (detail 9)
-        near = batch.values + (value - batch.values).clamp(-args.clip_coef, args.clip_coef)
-        error = torch.max(error, (near - batch.returns).square())
+        change = (value - batch.values).clamp(-args.clip_coef, args.clip_coef)
+        error = torch.max(error, (batch.values + change - batch.returns).square())
     value_loss = 0.5 * error.mean()
 
     # entropy bonuses encourage exploration (detail 10)
-    entropy, of_boxes = entropy.mean(), agent.box_entropy()
+    entropy = entropy.mean()
+    of_boxes = agent.box_entropy()
     bonus = args.ent_coef * (entropy - of_boxes) + args.box_ent_coef * of_boxes
     loss = policy_loss - bonus + args.vf_coef * value_loss
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
@@ -976,8 +977,9 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
     logprobs, values = judge(agent, data, args.minibatch_size)
     numbers = data.rewards, values.cpu().double().numpy(), data.terminated, data.truncated
     advantages = gae(*numbers, args.gamma, args.gae_lambda)  # detail 5
-    advantages, values = torch.tensor(advantages).to(values), values[:-1]
-    fields = data.actions, logprobs, advantages, advantages + values, values
+    advantages = torch.tensor(advantages).to(values)
+    returns = advantages + values[:-1]
+    fields = data.actions, logprobs, advantages, returns, values[:-1]
     obs = [x[:-1].flatten(0, 1) for x in data.obs]
     batch = Batch(obs, *(x.flatten(0, 1) for x in fields))  # B = T * N
 
@@ -1018,10 +1020,13 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
 def rollout(agent: Agent, envs: Envs | WorkerEnvs, run: "Run", args: Args) -> Rollout:
     """Take `num_steps` steps in every environment, going on where the last ended (detail 1)."""
     T, N, device = args.num_steps, args.num_envs, agent.unit.device
-    now, actions = as_tensors(envs.obs, device), []
+    now = as_tensors(envs.obs, device)
     obs = [x.new_empty((T + 1, *x.shape)) for x in now]
-    rewards, discounted = np.zeros((T, N)), np.zeros((T, N))
-    terminated, truncated = np.zeros((T, N), bool), np.zeros((T, N), bool)
+    actions = []
+    rewards = np.zeros((T, N))
+    discounted = np.zeros((T, N))
+    terminated = np.zeros((T, N), bool)
+    truncated = np.zeros((T, N), bool)
     over = np.zeros((T, N), bool)  # rows after an episode's end
     noise = agent.noise(np.random.default_rng((args.seed, run.iteration, 0)), T, N)
     for t in range(T):
@@ -1030,7 +1035,8 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, run: "Run", args: Args) -> Ro
         over[t] = envs.over
         actions.append(agent.choose_action(agent.policy(now)[0], noise[t]))
         rewards[t], terminated[t], truncated[t] = envs.step(actions[t].cpu().numpy())
-        discounted[t], now = envs.discounted, as_tensors(envs.obs, device)
+        discounted[t] = envs.discounted
+        now = as_tensors(envs.obs, device)
         run.global_step += N - int(np.count_nonzero(over[t]))
         if envs.ended:
             run.log_episodes(envs.ended)
@@ -1213,8 +1219,14 @@ def drawn_env(args: Args) -> gym.Env:
     if sys.platform == "linux":
         os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
     env = make_env(args.env_id, **json.loads(args.env_kwargs) | {"render_mode": "rgb_array"})
-    if hasattr(env.unwrapped, "mujoco_renderer") and env.unwrapped.model.ncam:
-        env.unwrapped.mujoco_renderer.camera_id = 0  # follows the robot
+    if hasattr(env.unwrapped, "mujoco_renderer"):
+        model = env.unwrapped.model
+        if model.ncam:
+            env.unwrapped.mujoco_renderer.camera_id = 0  # follows the robot
+        # without a GPU shadows, smooth edges and reflections take nine tenths of the time
+        model.vis.quality.shadowsize = 0
+        model.vis.quality.offsamples = 0
+        model.mat_reflectance[:] = 0.0
     try:
         env.reset(seed=0)
         env.render()

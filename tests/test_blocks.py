@@ -19,7 +19,7 @@ LINES = {
     "ppo_procgen": 569,
     "ppo_pettingzoo_ma_atari": 569,
     "ppo_continuous_action_warp": 762,
-    "ppo_pixels": 1372,
+    "ppo_pixels": 1401,
 }
 EVERY = pytest.mark.parametrize("script", LINES)
 
