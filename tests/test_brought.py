@@ -15,13 +15,14 @@ import ppo_continuous_action
 import ppo_kl_adaptive
 
 SCRIPTS = [ppo, ppo_continuous_action, ppo_cma, ppo_kl_adaptive]
+CLIPPED = "--num-steps 20 --num-minibatches 1 --update-epochs 1 --no-compile"
 FLAGS = {
-    ppo: "--num-steps 16 --num-minibatches 1 --update-epochs 1 --total-timesteps 64",
-    ppo_continuous_action: "--num-steps 16 --num-minibatches 1 --update-epochs 1 "
-    "--total-timesteps 64",
-    ppo_cma: "--iter-steps 32 --n-updates 1 --minibatch-size 16 --total-timesteps 64",
-    ppo_kl_adaptive: "-b 4 --update-epochs 1 --value-epochs 1 -m 1 --num-episodes 8",
+    ppo: CLIPPED,
+    ppo_continuous_action: CLIPPED,
+    ppo_cma: "--iter-steps 40 --n-updates 2 --minibatch-size 16",
+    ppo_kl_adaptive: "-b 4 --update-epochs 1 --value-epochs 1 -m 1",
 }
+LONG = {ppo: 160, ppo_continuous_action: 160, ppo_cma: 160, ppo_kl_adaptive: 16}
 MODULE = '''
 import random
 
@@ -93,7 +94,7 @@ def module(tmp_path, monkeypatch):
 
 
 def parse(script, line: str, more: list[str] = ()):
-    return script.parse_args([*line.split(), *FLAGS[script].split(), "--no-compile", *more])
+    return script.parse_args([*line.split(), *FLAGS[script].split(), *more])
 
 
 def options(script, often: bool = False) -> list[str]:
@@ -103,9 +104,11 @@ def options(script, often: bool = False) -> list[str]:
 
 def returns(script, module, folder, flags: str, often: bool = False) -> list:
     """Step and return of each episode of a run with two environments."""
-    line = f"--env-id {module}:Careless-v0 --num-envs 2 --run-dir {folder} {flags}"
+    length = "-n" if script is ppo_kl_adaptive else "--total-timesteps"
+    line = f"--env-id {module}:Careless-v0 --num-envs 2 --run-dir {folder}"
+    line += f" {length} {LONG[script]} {flags}"
     script.train(parse(script, line, options(script, often)))
-    return [(step, value) for step, _, value, _ in rows(folder)]
+    return rows(folder)
 
 
 def test_chance_from_np_random_is_seeded(script, module, tmp_path):
@@ -114,7 +117,7 @@ def test_chance_from_np_random_is_seeded(script, module, tmp_path):
     first = returns(script, module, tmp_path / "a", "", often=True)
     again = returns(script, module, tmp_path / "b", "", often=True)
     assert first == again
-    assert len({value for _, value in first}) == len(first)  # each episode has its own task
+    assert len({value for _, value, _ in first}) == len(first)  # each episode has its own task
     assert returns(script, module, tmp_path / "c", "--seed 2") != first
 
 
@@ -125,21 +128,14 @@ def test_chance_at_a_reset_is_the_same_in_workers(script, module, tmp_path):
 
 def test_a_resumed_run_has_the_environments_it_began_with(script, module, tmp_path):
     """Also what their constructors drew, and the task of an episode that was cut in two."""
-    flags = {ppo_kl_adaptive: ("--num-episodes 4", "--num-episodes 8")}
-    steps = ("--total-timesteps 32", "--total-timesteps 64")
-    half, whole = flags.get(script, steps)
-    anneal = "--no-anneal-lr" if hasattr(script.Args, "anneal_lr") else ""
-    expected = returns(script, module, tmp_path / "whole", anneal)
-    line = f"--env-id {module}:Careless-v0 --num-envs 2 --run-dir {tmp_path / 'cut'} {anneal}"
-    script.train(script.parse_args([*parse_words(script, line), *half.split()]))
+    steps = "--num-episodes" if script is ppo_kl_adaptive else "--total-timesteps"
+    anneal = "" if script is ppo_kl_adaptive else "--no-anneal-lr"
+    expected = returns(script, module, tmp_path / "whole", f"{anneal} {steps} {LONG[script]}")
+    returns(script, module, tmp_path / "cut", f"{anneal} {steps} {LONG[script] // 2}")
     np.random.seed(5)
-    again = f"--resume {tmp_path / 'cut'} --env-id {module}:Careless-v0 {whole}"
+    again = f"--resume {tmp_path / 'cut'} --env-id {module}:Careless-v0 {steps} {LONG[script]}"
     script.train(script.parse_args(again.split()))
-    assert [(step, value) for step, _, value, _ in rows(tmp_path / "cut")] == expected
-
-
-def parse_words(script, line: str) -> list[str]:
-    return [*line.split(), *FLAGS[script].split(), "--no-compile", *options(script)]
+    assert rows(tmp_path / "cut") == expected
 
 
 @pytest.mark.parametrize(
