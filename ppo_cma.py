@@ -174,9 +174,9 @@ def make_env(env_id: str, **options) -> gym.Env:
         check_spaces(env_id, env.observation_space, env.action_space)
     except Exception as error:  # whatever gymnasium or the environment's own code raises
         place = traceback.extract_tb(error.__traceback__)[-1]
-        line = f"raised in {place.filename}, line {place.lineno}: {place.line}"
-        hint = "your own: module:Id; its arguments: --env-kwargs"
-        fail(f"--env-id {env_id}: {error!r}, {line} ({hint})")
+        what = repr(error) if str(error) else f"{error!r}: {place.line}"
+        hint = f"raised in {place.filename}, line {place.lineno}; your own: module:Id; "
+        fail(f"--env-id {env_id}: {what}, {hint}its arguments: --env-kwargs")
     space = env.observation_space
     return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
 
