@@ -35,6 +35,7 @@ import contextlib
 import copy
 import fcntl
 import importlib.util
+import io
 import itertools
 import json
 import math
@@ -132,8 +133,12 @@ def check(args, low: dict, high: dict):
             least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
-    if not args.exp_name or not isinstance(json.loads(args.env_kwargs), dict):
-        raise ValueError("--exp-name wants a name, --env-kwargs a JSON object")
+    if not args.exp_name:
+        raise ValueError("--exp-name '': a name is wanted")
+    try:
+        dict(**json.loads(args.env_kwargs))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"--env-kwargs {args.env_kwargs}: no JSON object: {error}") from None
     if args.resume and (args.run_dir or args.evaluate):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
@@ -319,19 +324,22 @@ def work(pipe, args: Args, numbers: list[int], played: list | None):
     """A worker process: some of the environments, stepped as its pipe tells, until that ends."""
     for number in SIGNALS:  # the run decides when to stop
         signal.signal(number, signal.SIG_IGN)
-    if 0 not in numbers:  # one worker prints what all would
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    said = io.StringIO()
     try:
-        with contextlib.closing(own_envs(args, numbers, played)) as envs:
+        with contextlib.redirect_stderr(said):  # one worker prints what all would
+            envs = own_envs(args, numbers, played)
+        if 0 in numbers:
+            sys.stderr.write(said.getvalue())
+        with contextlib.closing(envs):
             result = envs.observation_space, envs.action_space
             while True:
                 pipe.send((envs.shown(), envs.ended, result))
                 method, *given = pipe.recv()
                 result = getattr(envs, method)(*given)
     except BaseException as error:
-        exits = isinstance(error, SystemExit)
+        told = isinstance(error, SystemExit) and said.getvalue()
         with contextlib.suppress(OSError):  # the run may be over
-            pipe.send(error if exits else RuntimeError(traceback.format_exc()))
+            pipe.send(SystemExit(told) if told else RuntimeError(traceback.format_exc()))
 
 
 class WorkerEnvs:
@@ -364,7 +372,10 @@ class WorkerEnvs:
                 process.join(1)
                 why = f"a process of --env-workers was killed (exit code {process.exitcode})"
                 raise RuntimeError(f"{why}: not enough memory?") from None
-            if isinstance(replies[-1], BaseException):
+            if isinstance(replies[-1], SystemExit):  # refused, in one line
+                sys.stderr.write(str(replies[-1]))
+                raise SystemExit(2)
+            if isinstance(replies[-1], Exception):
                 raise replies[-1]
         shown, ended, results = zip(*replies, strict=True)
         for name in shown[0]:  # obs, over ... [N, ...]
@@ -490,9 +501,10 @@ def as_numpy(network: nn.Module, scale=1.0, shift=0.0):
     tanh become numpy, which is fast where rows are few; all others are called in torch."""
     scale, shift = (torch.as_tensor(x).cpu() for x in (scale, shift))
     layers = list(network) if type(network) is nn.Sequential else [network]
+    plain = [type(layer) is nn.Linear and layer.bias is not None for layer in layers]
     functions = []
-    for layer in layers:
-        if type(layer) is nn.Linear and layer.bias is not None:
+    for layer, linear in zip(layers, plain, strict=True):
+        if linear:
             weight, bias = layer.weight.cpu().clone(), layer.bias.cpu().clone()
             if layer is layers[-1]:
                 weight, bias = weight * scale[..., None], bias * scale + shift
@@ -503,7 +515,7 @@ def as_numpy(network: nn.Module, scale=1.0, shift=0.0):
         else:
             module = copy.deepcopy(layer).cpu().requires_grad_(False)
             functions.append(lambda x, module=module: module(torch.from_numpy(x)).numpy())
-    if not isinstance(layers[-1], nn.Linear):
+    if not plain[-1]:
         scale, shift = scale.numpy(), shift.numpy()
         functions.append(lambda x: x * scale + shift)
 
@@ -901,6 +913,7 @@ class Run:
         self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
         self.start = time.monotonic() - seconds
         self.status = "failed"  # until training has ended well
+        self.new = not args.resume
         self.folder = args.resume or args.run_dir
         try:
             self.folder = self.folder or new_folder(args)
@@ -943,7 +956,7 @@ class Run:
         if self.wandb:
             self.wandb.finish()
         self.write_json(self.status)
-        if kind and self.global_step == 0:  # not one step was taken: nothing is left behind
+        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
             for pattern in ("run.json", "checkpoint.pt", "episodes.csv", "events.out.tfevents.*"):
                 for path in self.folder.glob(pattern):
                     path.unlink()
@@ -1029,7 +1042,11 @@ def load_checkpoint(folder: Path) -> dict:
         args = Args(**content["args"])
         step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
         content["counters"] = int(step), int(iteration), float(seconds), int(rows)
+        content["returns"] = [float(x) for x in content.get("returns", ())]
         content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(episode for episode, _ in content["played"])]
+        if not all(number >= 0 for number in numbers):
+            raise ValueError(f"its counters are {numbers}")
     except Exception as error:  # damage shows in many ways
         maker = f", made by {content['script']}" if "script" in content else ""
         fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")

@@ -30,6 +30,7 @@ import contextlib
 import fcntl
 import importlib
 import importlib.util
+import io
 import itertools
 import json
 import math
@@ -132,15 +133,21 @@ def check(args, low: dict, high: dict):
     default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
     for name, hint in get_type_hints(type(args)).items():
         flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
-        kinds = get_args(hint) or (hint,)
-        if not isinstance(value, kinds) and not (float in kinds and isinstance(value, int)):
+        kinds = get_args(hint) or (hint,)  # types or, of a Literal, its values
+        types = tuple(kind for kind in kinds if isinstance(kind, type))
+        whole = float in kinds and isinstance(value, int)
+        if not (isinstance(value, types) or value in kinds or whole):
             raise ValueError(f"{flag} {value!r}: not of type {hint}")
         if type(value) in (int, float):
             least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
-    if not args.exp_name or not isinstance(json.loads(args.env_kwargs), dict):
-        raise ValueError("--exp-name wants a name, --env-kwargs a JSON object")
+    if not args.exp_name:
+        raise ValueError("--exp-name '': a name is wanted")
+    try:
+        dict(**json.loads(args.env_kwargs))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"--env-kwargs {args.env_kwargs}: no JSON object: {error}") from None
     if args.resume and (args.run_dir or args.evaluate):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
@@ -479,19 +486,22 @@ def work(pipe, args: Args, numbers: list[int], played: list | None):
     """A worker process: some of the environments, stepped as its pipe tells, until that ends."""
     for number in SIGNALS:  # the run decides when to stop
         signal.signal(number, signal.SIG_IGN)
-    if 0 not in numbers:  # one worker prints what all would
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    said = io.StringIO()
     try:
-        with contextlib.closing(own_envs(args, numbers, played)) as envs:
+        with contextlib.redirect_stderr(said):  # one worker prints what all would
+            envs = own_envs(args, numbers, played)
+        if 0 in numbers:
+            sys.stderr.write(said.getvalue())
+        with contextlib.closing(envs):
             result = envs.observation_space, envs.action_space
             while True:
                 pipe.send((envs.shown(), envs.ended, result))
                 method, *given = pipe.recv()
                 result = getattr(envs, method)(*given)
     except BaseException as error:
-        exits = isinstance(error, SystemExit)
+        told = isinstance(error, SystemExit) and said.getvalue()
         with contextlib.suppress(OSError):  # the run may be over
-            pipe.send(error if exits else RuntimeError(traceback.format_exc()))
+            pipe.send(SystemExit(told) if told else RuntimeError(traceback.format_exc()))
 
 
 class WorkerEnvs:
@@ -524,7 +534,10 @@ class WorkerEnvs:
                 process.join(1)
                 why = f"a process of --env-workers was killed (exit code {process.exitcode})"
                 raise RuntimeError(f"{why}: not enough memory?") from None
-            if isinstance(replies[-1], BaseException):
+            if isinstance(replies[-1], SystemExit):  # refused, in one line
+                sys.stderr.write(str(replies[-1]))
+                raise SystemExit(2)
+            if isinstance(replies[-1], Exception):
                 raise replies[-1]
         shown, ended, results = zip(*replies, strict=True)
         for name in shown[0]:  # obs, over ... [N, ...]
@@ -532,17 +545,20 @@ class WorkerEnvs:
         self.ended = [*itertools.chain(*ended)]
         return results
 
-    def step(self, actions: np.ndarray):
-        """Take actions [N, branches]: rewards, terminated, truncated [N]."""
+    def call(self, method: str, *rows: np.ndarray) -> list:
+        """What a method of `Envs` gives in each worker, with its share of the rows [N, ...]."""
         for _, pipe, share in self.workers:
-            pipe.send(("step", actions[share]))
-        return [np.concatenate(parts) for parts in zip(*self.receive(), strict=True)]
+            with contextlib.suppress(BrokenPipeError):  # `receive` says why
+                pipe.send((method, *[each[share] for each in rows]))
+        return self.receive()
+
+    def step(self, *rows: np.ndarray):
+        """`Envs.step`: rewards, terminated, truncated [N]."""
+        return [np.concatenate(parts) for parts in zip(*self.call("step", *rows), strict=True)]
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """What plays the running episodes again: their numbers and actions so far."""
-        for _, pipe, _ in self.workers:
-            pipe.send(("played",))
-        return [*itertools.chain(*self.receive())]
+        """`Envs.played` of all."""
+        return [*itertools.chain(*self.call("played"))]
 
     def close(self):
         for _, pipe, _ in self.workers:
@@ -890,6 +906,7 @@ class Run:
         self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
         self.start = time.monotonic() - seconds
         self.status = "failed"  # until training has ended well
+        self.new = not args.resume
         self.folder = args.resume or args.run_dir
         try:
             self.folder = self.folder or new_folder(args)
@@ -932,7 +949,7 @@ class Run:
         if self.wandb:
             self.wandb.finish()
         self.write_json(self.status)
-        if kind and self.global_step == 0:  # not one step was taken: nothing is left behind
+        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
             for pattern in ("run.json", "checkpoint.pt", "episodes.csv", "events.out.tfevents.*"):
                 for path in self.folder.glob(pattern):
                     path.unlink()
@@ -1016,7 +1033,11 @@ def load_checkpoint(folder: Path) -> dict:
         args = Args(**content["args"])
         step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
         content["counters"] = int(step), int(iteration), float(seconds), int(rows)
+        content["returns"] = [float(x) for x in content.get("returns", ())]
         content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(episode for episode, _ in content["played"])]
+        if not all(number >= 0 for number in numbers):
+            raise ValueError(f"its counters are {numbers}")
     except Exception as error:  # damage shows in many ways
         maker = f", made by {content['script']}" if "script" in content else ""
         fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
