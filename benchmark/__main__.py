@@ -1,4 +1,4 @@
-"""Run, report, compare, measure and tune: one command for all numbers of this project.
+"""Run, report, compare, measure, tune and verify: one command for all numbers of this project.
 
     python -m benchmark run --env-ids Hopper-v4 HalfCheetah-v4 --num-seeds 5 --workers 2 \\
         --command "python ppo_continuous_action.py --total-timesteps 1000000"
@@ -7,6 +7,7 @@
     python -m benchmark speed --command "python ppo_continuous_action.py --env-id HalfCheetah-v4"
     python -m benchmark tune --command "python ppo.py --total-timesteps 50000" \\
         --env-ids CartPole-v1 --search "learning-rate log 1e-5 1e-2" --study runs/tune
+    python -m benchmark verify results
 """
 
 import tyro
@@ -16,7 +17,8 @@ from benchmark.report import report
 from benchmark.run import run
 from benchmark.speed import speed
 from benchmark.tune import tune
+from benchmark.verify import verify
 
 if __name__ == "__main__":
-    verbs = {verb.__name__: verb for verb in (run, report, compare, speed, tune)}
+    verbs = {verb.__name__: verb for verb in (run, report, compare, speed, tune, verify)}
     tyro.extras.subcommand_cli_from_dict(verbs, prog="python -m benchmark", description=__doc__)

@@ -55,6 +55,7 @@ class Run:
     commit: str
     cpu: str
     gpu: str
+    place: Path | None = None  # its folder or, of a committed one, its .json
 
     @property
     def algorithm(self) -> str:
@@ -291,16 +292,23 @@ def read(place: Path) -> Run:
     """The run there or, if its files hold what no run's should, one that says so."""
     job = read_json(place / "job.json")
     try:
-        if place.suffix == ".json" and not is_run(place):
-            return read_committed(place)
-        if there(place / "job.json"):
-            return read_job(place)
-        if there(place / "run.json"):
-            return read_folder(place)
-        list(place.iterdir())  # an error again, or it can be listed now
-        raise ValueError("it could not be listed, or its run is gone")
+        run = read_place(place)
     except Exception as error:  # any, so that one run does not cost a report
-        return unreadable(place, job, error)
+        run = unreadable(place, job, error)
+    run.place = place
+    return run
+
+
+def read_place(place: Path) -> Run:
+    """The run there, a committed one, a job or a script's own; an error if it is none."""
+    if place.suffix == ".json" and not is_run(place):
+        return read_committed(place)
+    if there(place / "job.json"):
+        return read_job(place)
+    if there(place / "run.json"):
+        return read_folder(place)
+    list(place.iterdir())  # an error again, or it can be listed now
+    raise ValueError("it could not be listed, or its run is gone")
 
 
 def real(path: Path) -> Path:
@@ -404,6 +412,7 @@ def commit(run_folder: Path, job: dict, evaluation: list[float], results: Path):
     info["evaluation"] = evaluation or info.get("evaluation", [])
     path = committed(job, results)
     path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".pt").unlink(missing_ok=True)  # the policy of an earlier table
     packed = gzip.compress(text.getvalue().encode(), mtime=0)
     write_bytes(path.with_suffix(".csv.gz"), packed)
     write_json(path, info)

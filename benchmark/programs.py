@@ -33,6 +33,9 @@ print(json.dumps(found))
 """
 
 
+HERE = Path(__file__).resolve().parents[1]  # where `benchmark` is imported from
+
+
 def refuse(message: str) -> NoReturn:
     """End on wrong input: a line on standard error, exit code 2."""
     print(f"benchmark: {message}", file=sys.stderr)
@@ -102,6 +105,18 @@ def warn_of_cores(words: list[str], workers: int):
             f"and there are {cores}",
             file=sys.stderr,
         )
+
+
+def kill_group(leader: int):
+    """End a process that was started in a session of its own, and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def episodes_told(text: str) -> list[float]:
+    """The returns that a script's --evaluate says."""
+    found = re.findall(r"eval_episode=\d+, episodic_return=(\S+)", text)
+    return [float(episodic_return) for episodic_return in found]
 
 
 def how_it_ended(code: int) -> str:

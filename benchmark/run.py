@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 from benchmark import data, programs
 from benchmark.programs import at_least, executable, lock, refuse, script_at, tail, write_json
+from benchmark.verify import MOST, NotKept, keep, weight
 
 STOPPED = {-15, 128 + 15, -2, 128 + 2, -10, 128 + 10}  # by SIGTERM, SIGINT or SIGUSR1
 PLACES = ("{env_id}", "{seed}", "{run_dir}")  # in the command of a program that is not ours
@@ -42,6 +43,7 @@ OURS = ("--env-id", "--seed", "--run-dir")  # what each job is given
 KINDS = {  # of what job.json holds
     "env_id": str, "script": str, "variant": str, "seed": int, "asked": str, "command": str,
     "foreign": bool, "done": bool, "reason": str, "eval_episodes": int, "starts": list,
+    "policy": str,
 }  # fmt: skip
 
 
@@ -64,6 +66,7 @@ class Work:
     lock: TextIO | None = None
     slurm_id: str = ""
     broken: str = ""  # why its folder can't be used
+    keep: bool = False  # its policy, too, in results
 
     def __call__(self):
         with contextlib.suppress(ValueError):  # in a thread, which gets none
@@ -196,11 +199,16 @@ class Work:
             with open(log, "rb") as file:
                 file.seek(before)
                 said = file.read().decode(errors="replace")
-            found = re.findall(r"eval_episode=\d+, episodic_return=(\S+)", said)
-            returns = [float(episodic_return) for episodic_return in found]
+            returns = programs.episodes_told(said)
             write_json(self.folder / "evaluation.json", {"returns": returns})
+        job["policy"] = ""
         if self.results:
             data.commit(run, job, returns, self.results)
+        if self.results and self.keep:
+            try:
+                keep(run, data.committed(job, self.results))
+            except NotKept as why:
+                job["policy"] = str(why)
 
     def played(self) -> list:
         """Returns of the final policy, empty if it has not played. A file that holds none goes."""
@@ -221,7 +229,7 @@ class Work:
 
         self.process.terminate()
         os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-        return DelayedSubmission(Work(self.folder, self.results))
+        return DelayedSubmission(Work(self.folder, self.results, keep=self.keep))
 
 
 # --- all jobs -------------------------------------------------------------------------------------
@@ -315,7 +323,7 @@ class Slurm:
 
 def plan(
     env_ids: list[str], command: str, seeds: range, runs_dir: Path, variant: str,
-    eval_episodes: int, results: Path | None = None,
+    eval_episodes: int, results: Path | None = None, keep_policies: bool = False,
 ) -> list[Work]:  # fmt: skip
     """The jobs of a command; those that are new get their folder and job.json. One whose folder
     can't be used is broken."""
@@ -347,7 +355,7 @@ def plan(
         own = words
         for place, value in zip(PLACES, (env_id, seed, folder / "run"), strict=True):
             own = [word.replace(place, str(value)) for word in own]
-        work = Work(folder, results)
+        work = Work(folder, results, keep=keep_policies)
         jobs.append(work)
         try:
             made = work.load()
@@ -411,7 +419,8 @@ def attempt(place: Local | Slurm, jobs: list[Work], last: bool) -> tuple[list[Wo
             if ended["done"]:
                 run = data.read(job.folder)
                 scores = (f"{name} {run.score(name):,.1f}" for name in ("training", "evaluation"))
-                say(f"{job}: done; {', '.join(scores)}")
+                why = ended.get("policy")  # it is not kept
+                say(f"{job}: done; {', '.join(scores)}{f'; {why}' if why else ''}")
             elif last or re.match(r"exit code 2\b", reason):  # which means wrong arguments
                 with contextlib.suppress(OSError):
                     job.write(ended | {"reason": reason})
@@ -434,6 +443,7 @@ def run(
     runs_dir: Path = Path("runs/benchmark"),
     variant: str = "default",
     results: Path | None = None,
+    keep_policies: bool = False,
     eval_episodes: int = 20,
     retries: int = 2,
     cluster: Literal["local", "slurm"] = "local",
@@ -456,6 +466,8 @@ def run(
         runs_dir: where the jobs' folders are
         variant: name of this setting of the script
         results: also write each finished run's compressed table here, to commit
+        keep_policies: also keep each run's policy there, if it has no more than 1 MB; `verify`
+            plays it again
         eval_episodes: episodes that the final policy plays after training; 0: none
         retries: further tries of a job that fails
         cluster: processes on this machine, or a Slurm array
@@ -467,6 +479,8 @@ def run(
     at_least(1, env_ids=len(env_ids), num_seeds=num_seeds, workers=workers)
     at_least(1, gpus_per_job=gpus_per_job, slurm_minutes=slurm_minutes)
     at_least(0, start_seed=start_seed, retries=retries, eval_episodes=eval_episodes)
+    if keep_policies and not (results and eval_episodes):
+        refuse("--keep-policies: keeps them in --results, with the --eval-episodes they played")
     if runs_dir.exists() and not runs_dir.is_dir():
         refuse(f"--runs-dir {runs_dir}: not a folder")
     seeds = range(start_seed, start_seed + num_seeds)
@@ -477,14 +491,22 @@ def run(
             for job in plan(env_ids, command, seeds, Path(folder), variant, eval_episodes):
                 print(job.read()["command"].replace(folder, str(runs_dir)))
         return
-    jobs = plan(env_ids, command, seeds, runs_dir, variant, eval_episodes, results)
+    jobs = plan(env_ids, command, seeds, runs_dir, variant, eval_episodes, results, keep_policies)
     if cluster == "local":
         place = Local(workers, gpus_here(), gpus_per_job)
     else:
         place = Slurm(runs_dir, workers, slurm_minutes, sbatch)
 
     def ready(job: dict) -> bool:
-        return job["done"] and (results is None or data.committed(job, results).exists())
+        """Whether nothing that is asked for is missing."""
+        if not job["done"]:
+            return False
+        if results is None:
+            return True
+        table = data.committed(job, results)
+        if not keep_policies or job.get("policy"):
+            return table.exists()
+        return table.exists() and table.with_suffix(".pt").exists()
 
     failed = [job for job in jobs if job.broken]
     left = [job for job in jobs if not job.broken and not ready(job.read())]
@@ -506,5 +528,7 @@ def run(
         print(f"\n{job} failed: {reason}\n  log: {job.folder / 'log.txt'}")
         print("".join(f"  | {line}\n" for line in tail(job.folder / "log.txt")), end="")
     print(f"{len(jobs) - len(failed)} of {len(jobs)} jobs done, {len(failed)} failed")
+    if keep_policies and weight(results) > MOST:
+        print(f"the policies in {results} have more than {MOST / 1e6:g} MB", file=sys.stderr)
     if failed:
         raise SystemExit(1)

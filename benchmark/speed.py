@@ -17,7 +17,6 @@ import math
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import threading
@@ -88,12 +87,12 @@ class Program:
                 [*self.words, "--total-timesteps", str(steps)], cwd=folder, stdout=log, stderr=log,
                 env=os.environ | self.variables, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
-            clock = threading.Timer(self.limit, os.killpg, (process.pid, signal.SIGKILL))
+            clock = threading.Timer(self.limit, programs.kill_group, [process.pid])
             clock.start()
             try:
                 _, status, usage = os.wait4(process.pid, 0)
             except KeyboardInterrupt:
-                os.killpg(process.pid, signal.SIGKILL)
+                programs.kill_group(process.pid)
                 raise SystemExit(130) from None
             finally:
                 clock.cancel()
