@@ -43,9 +43,10 @@ TICK = os.sysconf("SC_CLK_TCK")
 class Args:
     names: list[str] = field(default_factory=lambda: list(NAMES))  # of the environments
     num_envs: list[int] = field(default_factory=lambda: [8, 64])
-    workers: list[int] = field(default_factory=lambda: [0, 1, 2, 4])
+    workers: list[int] = field(default_factory=lambda: [0, 1, 2, 4, 8])
     rounds: int = 3
     seconds: float = 5.0  # of each measurement, at least three steps of all environments
+    real_time: bool = False  # before all others, where the machine is not quiet: for sleepers alone
     output: Path = RESULTS / "speed" / "border.csv"
 
 
@@ -66,6 +67,14 @@ def cpu_seconds() -> float:
         user, system = fields[11:13]
         total += int(user) + int(system)
     return total / TICK
+
+
+def hurry():
+    """Let every thread of this process and of those below it run before all other programs: who
+    sleeps wakes up in time. On a machine with other work a sleep of 5 ms takes 15 otherwise."""
+    for process in tree(os.getpid()):
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            os.sched_setscheduler(int(thread.name), os.SCHED_RR, os.sched_param(1))
 
 
 def make(env_id: str) -> gym.Env:
@@ -195,8 +204,9 @@ def machine() -> str:
 def report(rows: list[list[str]]):
     """Medians over the rounds."""
     shown = [["environment", "N", "engine", "workers", "steps/s", "per CPU-second", "load"]]
-    for key, group in itertools.groupby(sorted(rows, key=order), order):
-        group = [*group]
+    keys = sorted({tuple(order(row)) for row in rows})
+    for key in keys:
+        group = [row for row in rows if order(row) == key]
         rate = statistics.median(int(row[5]) / float(row[6]) for row in group)
         cpu_rate = statistics.median(int(row[5]) / max(float(row[7]), 0.01) for row in group)
         load = max(float(row[8]) for row in group)
@@ -217,7 +227,8 @@ def main(args: Args):
         if why := missing(name):
             programs.refuse(why)
     for name in args.names:
-        facts[name] = machine()
+        how = "; before all other programs" if args.real_time else ""
+        facts[name] = machine() + how
         rows = [row for row in rows if row[0] != name or int(row[1]) not in args.num_envs]
         for k, num_envs in itertools.product(range(1, args.rounds + 1), args.num_envs):
             for (engine, workers), start in engines(name, num_envs, args.workers).items():
@@ -225,7 +236,10 @@ def main(args: Args):
                     continue
                 load = os.getloadavg()[0]
                 opened = start()
+                if args.real_time:
+                    hurry()
                 steps, seconds, cpu = measure(opened, num_envs, args.seconds)
+                os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
                 opened.close()
                 row = [name, num_envs, engine, workers, k, steps]
                 row += [f"{seconds:.3f}", f"{cpu:.2f}", f"{load:.2f}"]
