@@ -189,7 +189,8 @@ def leaves(space: gym.Space) -> list[gym.Space]:
 def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
     """One clear line if the spaces are none that this script learns with."""
     pixels = any(leaf.dtype == np.uint8 and len(leaf.shape) > 1 for leaf in leaves(space))
-    vector = all(leaf.is_np_flattenable for leaf in leaves(space)) and not pixels
+    kinds = gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary
+    vector = all(isinstance(leaf, kinds) for leaf in leaves(space)) and not pixels
     if not vector or gym.spaces.flatdim(space) > 20_000:
         hint = "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py"
         fail(f"--env-id {env_id}: {space}: {hint}")
