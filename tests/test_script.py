@@ -152,7 +152,10 @@ WRONG = [
     ("--resume run --num-envs 3", "--num-envs 3: run goes on with its 1"),
     ("--resume run --mode ppo", "run: its agent does not fit the environment"),
     ("--evaluate run --env-id Hopper-v4", "run: its agent does not fit the environment"),
-    ("--evaluate foreign", "foreign: no checkpoint.pt, made by ppo_cma.py that can be read here: TypeError"),
+    (
+        "--evaluate foreign",
+        "foreign: no checkpoint.pt, made by ppo_cma.py that can be read here: TypeError",
+    ),
     ("--track", "wandb is not installed: pip install wandb"),
 ]
 
