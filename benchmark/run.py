@@ -419,8 +419,10 @@ def attempt(place: Local | Slurm, jobs: list[Work], last: bool) -> tuple[list[Wo
             if ended["done"]:
                 run = data.read(job.folder)
                 scores = (f"{name} {run.score(name):,.1f}" for name in ("training", "evaluation"))
-                why = ended.get("policy")  # it is not kept
-                say(f"{job}: done; {', '.join(scores)}{f'; {why}' if why else ''}")
+                line = f"{job}: done; {', '.join(scores)}"
+                if ended.get("policy"):  # why it is not kept
+                    line += f"; {ended['policy']}"
+                say(line)
             elif last or re.match(r"exit code 2\b", reason):  # which means wrong arguments
                 with contextlib.suppress(OSError):
                     job.write(ended | {"reason": reason})

@@ -111,7 +111,7 @@ def keep(run: Path, table: Path):
 
 def weight(results: Path) -> int:
     """Bytes of all policies in a folder."""
-    return sum(path.stat().st_size for path in results.rglob("*.pt"))
+    return sum(path.stat().st_size for path in results.rglob("*.pt") if path.is_file())
 
 
 # --- play again -----------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class Replay:
     def script(self, folders: Iterable[Path]) -> Path:
         """The program that plays it: of the folder that this is called in, and of no folder that is
         verified, which may come from elsewhere."""
-        words = shlex.split(self.run.info.get("command") or "")
+        words = shlex.split(data.typed("command", self.run.info.get("command"), str))
         at = programs.script_at(words)
         if at is None:
             raise ValueError("its command names no script")
@@ -212,8 +212,11 @@ def prediction(returns: np.ndarray, more: int) -> tuple[float, float]:
 
 def stack(info: dict) -> dict:
     """What the bits of a replay depend on, of a run or of `provenance` here."""
-    hardware = info.get("hardware") or {}
-    told = dict(info.get("versions") or {})
+    hardware = info.get("hardware")
+    versions = info.get("versions")
+    told = {}
+    if isinstance(versions, dict):  # 2.13.0+cpu is 2.13.0 to some who tell it
+        told = {name: str(value).partition("+")[0] for name, value in versions.items()}
     told["cpu"] = hardware.get("cpu") if isinstance(hardware, dict) else hardware
     return told
 

@@ -262,6 +262,30 @@ def test_a_strangers_program_and_module_are_not_run(kept, capsys):
     assert "2 equal to the last digit" in told
 
 
+WRONG = {
+    "versions": [1],
+    "hardware": "a TPU",
+    "command": ["python", "toy.py"],
+    "policy": "default-s1.pt",
+    "args": "none",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_kinds_in_a_table_cost_only_that_policy(kept, name, capsys):
+    change(place(), **{name: WRONG[name]})
+    if name in ("versions", "hardware"):  # of another machine, so far as is told
+        verify((kept,))
+        told = capsys.readouterr().out
+        assert "4 of 4 policies play as their tables say; 1 were made by other versions" in told
+        return
+    with pytest.raises(SystemExit) as end:
+        verify((kept,))
+    told = capsys.readouterr().out
+    assert end.value.code == 1 and f"{name} " in told
+    assert "B-v0: 2 policies, 10 episodes: 2 equal to the last digit" in told
+
+
 def test_a_policy_that_plays_for_ever(kept, capsys):
     args = json.loads(place().read_text())["args"]
     change(place(), args=args | {"env_id": "Endless-v0"})

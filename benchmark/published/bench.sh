@@ -5,6 +5,6 @@ export OMP_NUM_THREADS=1
 
 bench() {
   python -m benchmark run --runs-dir "${RUNS:-runs/published}" --workers "${WORKERS:-2}" \
-    --results benchmark/published/results --num-seeds 5 "$@"
+    --results benchmark/published/results --keep-policies --num-seeds 5 "$@"
 }
 seed() { bench --start-seed "$seed" --num-seeds 1 "$@"; }
