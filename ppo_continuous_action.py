@@ -456,6 +456,9 @@ class PoolEnvs:
         """Observations of a space, perhaps a nested one, as rows [N, D]."""
         if isinstance(space, gym.spaces.Dict):
             return np.concatenate([self.flat(space[name], obs[name]) for name in space], axis=1)
+        if not isinstance(space, gym.spaces.Box):  # choices become one-hot
+            shaped = np.reshape(obs, (len(obs), *space.shape))
+            obs = np.stack([gym.spaces.flatten(space, row) for row in shaped])
         return np.asarray(obs, np.float32).reshape(len(obs), -1)
 
     def played(self) -> list:
