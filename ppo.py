@@ -300,7 +300,8 @@ class Envs:
                 continue
             rewards[i], terminated[i], truncated[i] = self.play(i, action, shaped[i])
             if self.over[i]:
-                self.ended.append((i, math.fsum(self.rewards[i]), len(self.rewards[i])))
+                both = math.fsum(self.rewards[i]), len(self.rewards[i])
+                self.ended.append((self.numbers[i], *both))
         return rewards, terminated, truncated
 
     def shown(self) -> dict[str, np.ndarray]:
