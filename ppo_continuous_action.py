@@ -265,7 +265,7 @@ class Envs:
         except ValueError:  # several numbers
             what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
             raise ValueError(f"{self.args.env_id}: {what}: one of each is wanted") from None
-        self.obs[i] = np.reshape(obs, self.observation_space.shape)
+        self.obs[i] = np.asarray(obs).reshape(self.observation_space.shape)
         self.actions[i].append(action)
         self.rewards[i].append(number)
         self.discounted[i] = self.args.gamma * self.discounted[i] + number
