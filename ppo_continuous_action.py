@@ -284,7 +284,7 @@ class Envs:
             what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
             hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
             raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
-        self.obs[i] = np.reshape(obs, self.observation_space.shape)
+        self.obs[i] = np.asarray(obs).reshape(self.observation_space.shape)
         self.actions[i].append(action)
         self.rewards[i].append(number)
         self.discounted[i] = self.args.gamma * self.discounted[i] + number
