@@ -470,7 +470,8 @@ def mlps_as_numpy(nets: list[nn.Module], scale: torch.Tensor):
     """The outputs of networks at scale * x, side by side, as they are now, as a function of arrays
     x [N, D]. `MLP`s become numpy, all in one product, which is several times faster than torch for
     the few rows of a step; any other network is called in torch."""
-    if any(type(net) is not MLP for net in nets):
+    own = ["from_input", "bias", "from_first", "from_both"]
+    if any([name for name, _ in net.named_parameters()] != own for net in nets):
         scale = scale.cpu().clone()
         nets = [copy.deepcopy(net).cpu() for net in nets]
 
