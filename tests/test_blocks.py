@@ -14,11 +14,11 @@ LINES = {
     "ppo_continuous_action": 1150,
     "ppo_cma": 674,
     "ppo_kl_adaptive": 712,
-    "ppo_atari_multigpu": 698,
-    "ppo_atari_lstm": 581,
-    "ppo_procgen": 569,
-    "ppo_pettingzoo_ma_atari": 569,
-    "ppo_continuous_action_warp": 762,
+    "ppo_atari_multigpu": 1000,
+    "ppo_atari_lstm": 820,
+    "ppo_procgen": 800,
+    "ppo_pettingzoo_ma_atari": 830,
+    "ppo_continuous_action_warp": 1030,
 }
 EVERY = pytest.mark.parametrize("script", LINES)
 
@@ -35,11 +35,19 @@ OWN = {
     "mlp": {KL, WARP},
     "gae": {WARP},  # of tensors
     "Rollout": {KL, ATARI, WARP, *GAMES},  # whole episodes; values of the policy that acted
-    "Batch": {ATARI, LSTM},
+    "Batch": {ATARI, WARP, *GAMES},
     "ppo_loss": {CMA, ATARI, LSTM, NOISE},  # without a value; a share of several processes; RPO
     "flat_adam": {ATARI},  # torch's Adam
+    "check_views": {ATARI},
+    "check": {ATARI, WARP, *GAMES},  # no arguments for gym.make; lists and choices
+    "restore": {ATARI, WARP, *GAMES},  # torch's Adam; the past agent; tensors of the device
+    "stop_signals": {ATARI},  # torchrun's
+    "finish": {ATARI, WARP},  # rank 0; gymnasium plays
+    "own_envs": {ATARI},
+    "make_envs": {WARP},
+    "drawn_env": {WARP},
     "save": {CMA, KL, ATARI, WARP, *GAMES},
-    "load": {CMA, KL, ATARI, *GAMES},
+    "load": {CMA, KL, ATARI, WARP, *GAMES},
     "play": {DUEL},
     "evaluate": {CMA, KL, ATARI, NOISE, WARP, *GAMES},
     "Run": {ATARI, WARP, DUEL},  # of rank 0; returns of two players
