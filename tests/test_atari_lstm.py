@@ -489,6 +489,9 @@ class Cue:
         info = {"reward": reward, "terminated": asked.astype(np.int32)}
         return self.reset()[0], reward, asked, np.zeros(self.n, bool), info
 
+    def close(self):
+        pass
+
 
 def last_returns(folder: Path, flags: str) -> float:
     """Train on Cue; the mean return of the last 100 episodes."""
@@ -711,7 +714,7 @@ def test_what_is_not_finite_is_not_saved(frames, tmp_path, monkeypatch):
 WRONG = [
     ("--num-minibatches 5", "--num-minibatches 5: not in 1 ... 4"),
     ("--num-minibatches 0", "--num-minibatches 0: not in 1 ..."),
-    ("--num-steps 3", "--num-steps 3: not in 4 ..."),
+    ("--num-steps 1 --num-minibatches 4", "--minibatch-size 1: not in 2 ..."),
     ("--learning-rate nan", "--learning-rate nan: not in"),
     ("--env-id CartPole-v1", "--env-id CartPole-v1: EnvPool has no such Atari game"),
     ("--resume nowhere", "nowhere: no checkpoint.pt that can be read"),

@@ -13,7 +13,17 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from program import ROOT, assert_same, installed, rows, run, scalars, status, train_until_killed
+from program import (
+    ROOT,
+    assert_same,
+    installed,
+    rows,
+    run,
+    scalars,
+    status,
+    train_until_killed,
+    write_checkpoint,
+)
 
 import ppo_pettingzoo_ma_atari as script
 from ppo_pettingzoo_ma_atari import Args
@@ -502,7 +512,7 @@ def test_evaluation_says_who_wins(duel, tmp_path, capsys):
     for other, env_id in (("c", "pong_v3"), ("d", "other_v0")):
         (tmp_path / other).mkdir()
         args = vars(saved["args"]) | {"env_id": env_id}
-        torch.save(saved | {"args": args}, tmp_path / other / "checkpoint.pt")
+        write_checkpoint(tmp_path / other, saved | {"args": args})
     wrong = [("c", "does not fit"), ("d", "d: plays other_v0, not duel_v0"), ("e", "no checkpoint")]
     for other, says in wrong:
         with pytest.raises(SystemExit) as end:
