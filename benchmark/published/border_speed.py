@@ -167,7 +167,9 @@ def measure(opened, num_envs: int, seconds: float) -> tuple[int, float, float]:
     actions = itertools.cycle(drawn)
     for _ in range(2):  # after this every process is up
         opened.step(next(actions))
-    steps, cpu, start = 0, cpu_seconds(), time.perf_counter()
+    steps = 0
+    cpu = cpu_seconds()
+    start = time.perf_counter()
     for k in itertools.count(1):
         steps += opened.step(next(actions))
         if k >= 3 and time.perf_counter() - start >= seconds:

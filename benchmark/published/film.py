@@ -19,7 +19,8 @@ def film(run: Path, env_id: str, path: Path, episodes: int = 4, side: int = 192)
     env = ppo_pixels.drawn_env(args)
     envs = ppo_pixels.Envs([env], args)
     agent, _ = ppo_pixels.load(run, envs)
-    frames, returns = [], []
+    frames = []
+    returns = []
     while len(returns) < episodes:
         image = Image.fromarray(env.render()).resize((side, side))
         frames.append(image.quantize(32))
