@@ -31,7 +31,7 @@ GAMES = {LSTM, PROCGEN, DUEL}  # a state; levels; two players
 OWN = {
     **dict.fromkeys(["Args", "Agent", "Episodes", "make_env", "rollout", "update", "train"], LINES),
     "parse_args": {KL, ATARI, *GAMES},  # an environment without a flag; restarts; no modules
-    "Envs": {NOISE, *GAMES},
+    "Envs": {NOISE, ATARI, *GAMES},
     "PoolEnvs": {NOISE},  # returns seen from now
     "to_env": {NOISE},
     "check_spaces": {NOISE},
