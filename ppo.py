@@ -932,7 +932,7 @@ def load_checkpoint(folder: Path) -> dict:
         content["counters"] = int(step), int(iteration), float(seconds), int(rows)
         content["returns"] = [float(x) for x in content.get("returns", ())]
         content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
-        numbers = [*content["counters"], *(episode for episode, _ in content["played"])]
+        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none yet
         if not all(number >= 0 for number in numbers):
             raise ValueError(f"its counters are {numbers}")
     except Exception as error:  # damage shows in many ways
