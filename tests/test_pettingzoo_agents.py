@@ -706,7 +706,7 @@ def test_an_id_that_is_wrong(tmp_path, capsys, env_id, said):
     ("flags", "said"),
     [
         ("--critic global", "not local, concatenated or state"),
-        ("--env-kwargs [1]", "--env-kwargs a JSON object"),
+        ("--env-kwargs [1]", "--env-kwargs [1]: no JSON object"),
         ("--max-episode-steps 0", "not in 1"),
         ("--env-workers 9", "not in 0 ... 4"),
     ],

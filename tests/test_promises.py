@@ -168,15 +168,15 @@ ITS_OWN = {
     ],
     ppo_cma: [
         ("--env-name Penduluum-v1", "Pendulum"),
-        ("--env-id PromiseChoice-v0", "a vector and a flat, finite Box wanted; choices: ppo.py"),
-        ("--env-id PromiseEndless-v0", "a vector and a flat, finite Box wanted"),
+        ("--env-id PromiseChoice-v0", "a finite Box of actions is wanted, its sides from 1e-6 to 1e6; choices: ppo.py"),
+        ("--env-id PromiseEndless-v0", "a finite Box of actions is wanted"),
         ("--mode cma", "--mode cma: not one of ppo-cma-m, ppo-cma, ppo, pg, pg-pos"),
         ("--batch-size 0", "--minibatch-size 0: not in 1 ..."),
         ("--ppo-epsilon inf", "--clip-coef inf: not in 0 ..."),
     ],
     ppo_kl_adaptive: [
         ("--env-name Penduluum-v1", "Pendulum"),
-        ("--env-id PromiseTuple-v0", "a flat Box or Discrete wanted; several choices: ppo.py"),
+        ("--env-id PromiseTuple-v0", "a Box or Discrete of actions is wanted; several choices: ppo.py"),
         ("--servo kody", "kody"),
         ("--kl-targ 0", "--kl-targ 0.0: not in 1e-09 ..."),
         ("--policy-logvar nan", "--policy-logvar nan: not in -20 ... 20"),
@@ -196,7 +196,7 @@ ITS_OWN = {
     ],
     ppo_procgen: [
         *CLIPPED,
-        ("--num-minibatches 9", "--minibatch-size 3: not in 4 ..."),
+        ("--num-minibatches 19", "--minibatch-size 1: not in 2 ..."),
         ("--num-levels -1", "--num-levels -1: not in 0 ..."),
         ("--env-id CartPole-v1", "--env-id CartPole-v1: EnvPool has no such Procgen game"),
     ],
@@ -263,7 +263,7 @@ def test_without_a_compiler_one_line_and_on(script, tmp_path, monkeypatch, capfd
 def test_scripts_start_without_what_only_a_flag_needs():
     """--capture-video and --track; no header names their packages."""
     names = sorted(path.stem for path in ROOT.glob("ppo*.py"))
-    assert len(names) == 10
+    assert len(names) == 11
     hidden = "import importlib, sys; sys.modules |= dict.fromkeys(['moviepy', 'wandb'])"
     code = f"{hidden}; [importlib.import_module(name) for name in {names}]"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
