@@ -111,7 +111,7 @@ class Args:
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
         low = {"seed": 0, "compile_from": 0, "env_workers": 0, "minibatch_size": 2}
-        check(self, low, {"gamma": 1, "gae_lambda": 1, "env_workers": self.num_envs})
+        check(self, low, {"gamma": 1, "gae_lambda": 1, "env_workers": max(self.num_envs, 0)})
 
 
 def check(args, low: dict, high: dict):

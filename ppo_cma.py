@@ -110,7 +110,7 @@ class Args:
         """A ValueError, which tyro shows, for what can't be meant."""
         self.mode = self.mode.lower().replace("_", "-")  # the original's spelling, too
         low = {"seed": 0, "n_updates": 2, "env_workers": 0}
-        check(self, low, {"gamma": 1, "gae_lambda": 1, "env_workers": self.num_envs})
+        check(self, low, {"gamma": 1, "gae_lambda": 1, "env_workers": max(self.num_envs, 0)})
         if self.mode not in MODES:
             raise ValueError(f"--mode {self.mode}: not one of {', '.join(MODES)}")
         if self.env_id.startswith("envpool:"):

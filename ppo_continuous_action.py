@@ -113,7 +113,12 @@ class Args:
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
         low = {"seed": 0, "compile_from": 0, "env_workers": 0, "log_std_init": -9}
-        high = {"gamma": 1, "gae_lambda": 1, "log_std_init": 9, "env_workers": self.num_envs}
+        high = {
+            "gamma": 1,
+            "gae_lambda": 1,
+            "log_std_init": 9,
+            "env_workers": max(self.num_envs, 0),
+        }
         check(self, low | {"minibatch_size": 2}, high)
 
 

@@ -113,7 +113,7 @@ class Args:
         low = {"learning_rate": 1e-9, "value_learning_rate": 1e-9, "kl_targ": 1e-9, "seed": 0}
         low |= {"num_episodes": 0, "policy_logvar": -20, "env_workers": 0}
         high = {"gamma": 1, "gae_lambda": 1, "policy_logvar": 20}
-        high |= {"num_envs": self.episodes_per_batch, "env_workers": self.num_envs}
+        high |= {"num_envs": self.episodes_per_batch, "env_workers": max(self.num_envs, 0)}
         check(self, low, high)
         if self.env_id.startswith("envpool:"):
             raise ValueError(f"--env-id {self.env_id}: EnvPool's play no whole episodes")

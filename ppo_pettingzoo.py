@@ -122,7 +122,12 @@ class Args:
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
         low = {"seed": 0, "env_workers": 0, "log_std_init": -9, "minibatch_size": 2}
-        high = {"gamma": 1, "gae_lambda": 1, "log_std_init": 9, "env_workers": self.num_envs}
+        high = {
+            "gamma": 1,
+            "gae_lambda": 1,
+            "log_std_init": 9,
+            "env_workers": max(self.num_envs, 0),
+        }
         check(self, low, high)
         if self.critic not in ("local", "concatenated", "state"):
             raise ValueError(f"--critic {self.critic}: not local, concatenated or state")

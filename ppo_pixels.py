@@ -129,7 +129,12 @@ class Args:
             self.resize = self.resize or "84x84"
         low = {"seed": 0, "num_threads": 0, "env_workers": 0, "frame_stack": 0, "action_repeat": 0}
         low |= {"log_std_init": -9, "minibatch_size": 2}
-        high = {"gamma": 1, "gae_lambda": 1, "log_std_init": 9, "env_workers": self.num_envs}
+        high = {
+            "gamma": 1,
+            "gae_lambda": 1,
+            "log_std_init": 9,
+            "env_workers": max(self.num_envs, 0),
+        }
         check(self, low, high)
         if self.resize and not re.fullmatch(r"\d+x\d+", self.resize):
             raise ValueError(f"--resize {self.resize}: height and width are wanted, as 60x80")
