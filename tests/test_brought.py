@@ -174,6 +174,18 @@ def test_drawn_without_what_takes_nine_tenths_of_the_time():
         assert env.render().std() > 10.0  # something is to be seen
 
 
+def test_choices_that_envpool_shows_are_one_hot():
+    args = ppo.Args(env_id="envpool:FrozenLake-v1", num_envs=3)
+    with contextlib.closing(ppo.make_envs(args, 3)) as envs:
+        assert envs.observation_space.shape == (16,)
+        np.testing.assert_array_equal(envs.obs, np.eye(16)[[0, 0, 0]])
+        for _ in range(20):
+            envs.step(np.full((3, 1), 1))  # down
+            np.testing.assert_array_equal(envs.obs.sum(axis=1), np.ones(3))
+        act = ppo.Agent(envs, args).numpy_actor()
+        assert act(envs.obs).shape == (3, 1)
+
+
 def test_the_sleeper_sleeps():
     importlib.import_module("benchmark.published.sleeper")
     env = gym.make("Sleeper-v0", seconds=0.0)

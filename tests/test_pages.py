@@ -429,7 +429,8 @@ SECTIONS = {
 # gymnasium's, the page's module's and others' words
 FOREIGN = """a obs env cart goal step reset render metadata discrete render_mode render_modes
     render_fps kwargs check_env my_envs Reach Reacher terminated max_episode_steps PYTHONPATH failed
-    PG FlattenObservation self.np_random None"""
+    PG FlattenObservation self.np_random None brought random np.random LinearReward FlatObsWrapper
+    feature_"""
 
 
 def claims() -> list[tuple[str, list[str]]]:

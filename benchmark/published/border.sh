@@ -9,14 +9,13 @@ bench $three --env-ids envpool:CheetahRun-v1 --command "$clipped"
 bench $three --env-ids dm_control/cheetah-run-v0 --command "$clipped"
 
 [ "${1:-}" = speed ] || exit 0
-# steps with random actions, each way to make many of them: 50 minutes
+# steps with random actions, each way to make many of them: an hour; highway-env must be installed
 python -m benchmark.published.border_speed
 
 # whole training
 speed() { python -m benchmark speed --rounds 3 --no-bare --output "benchmark/published/results/speed/border-$1.csv" "${@:2}"; }
-one="$clipped --no-cuda --no-compile --env-id benchmark.published.sleeper:Sleeper-v0"
-one+=" --num-envs 8 --num-steps 128 --num-minibatches 8 --update-epochs 4"
-speed sleep --warmup-steps 1024 --steps 4096 --command "4_workers=$one --env-workers 4" \
+one="$clipped --no-cuda --no-compile --env-id benchmark.published.sleeper:Sleeper-v0 --num-envs 8"
+speed sleep --warmup-steps 16384 --steps 16384 --command "4_workers=$one --env-workers 4" \
   --command "one_process=$one" --command "2_workers=$one --env-workers 2" --command "8_workers=$one --env-workers 8"
 for env_id in HalfCheetah-v4 Humanoid-v4; do
   large="--num-envs 64 --num-steps 64 --num-minibatches 4 --update-epochs 2 --learning-rate 2.95e-3"
