@@ -682,6 +682,13 @@ def save_frames(frames: list[np.ndarray], folder: Path, episode: int, **more):
 
 
 # --- training -------------------------------------------------------------------------------------
+def check_finite(iteration: int, values: dict):
+    """FloatingPointError that names the first value with a NaN or an infinity."""
+    for name, x in values.items():
+        if not torch.as_tensor(x).isfinite().all():
+            raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
+
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -720,13 +727,6 @@ def restore(agent: Agent, past: Agent, envs: Envs, checkpoint: dict, folder: Pat
         envs.play_again(checkpoint["played"])
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
         fail(f"{folder}: its checkpoint does not fit: {e!r}")
-
-
-def check_finite(iteration: int, values: dict):
-    """FloatingPointError that names the first value with a NaN or an infinity."""
-    for name, x in values.items():
-        if not torch.as_tensor(x).isfinite().all():
-            raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
 
 
 def train(args: Args) -> Path:
