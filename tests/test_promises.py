@@ -168,15 +168,18 @@ ITS_OWN = {
     ],
     ppo_cma: [
         ("--env-name Penduluum-v1", "Pendulum"),
-        ("--env-id PromiseChoice-v0", "a vector and a flat, finite Box wanted; choices: ppo.py"),
-        ("--env-id PromiseEndless-v0", "a vector and a flat, finite Box wanted"),
+        ("--env-id PromiseChoice-v0", "a finite Box of actions is wanted"),
+        ("--env-id PromiseEndless-v0", "its sides from 1e-6 to 1e6; choices: ppo.py"),
         ("--mode cma", "--mode cma: not one of ppo-cma-m, ppo-cma, ppo, pg, pg-pos"),
         ("--batch-size 0", "--minibatch-size 0: not in 1 ..."),
         ("--ppo-epsilon inf", "--clip-coef inf: not in 0 ..."),
     ],
     ppo_kl_adaptive: [
         ("--env-name Penduluum-v1", "Pendulum"),
-        ("--env-id PromiseTuple-v0", "a flat Box or Discrete wanted; several choices: ppo.py"),
+        (
+            "--env-id PromiseTuple-v0",
+            "a Box or Discrete of actions is wanted; several choices: ppo.py",
+        ),
         ("--servo kody", "kody"),
         ("--kl-targ 0", "--kl-targ 0.0: not in 1e-09 ..."),
         ("--policy-logvar nan", "--policy-logvar nan: not in -20 ... 20"),
