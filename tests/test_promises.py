@@ -168,11 +168,8 @@ ITS_OWN = {
     ],
     ppo_cma: [
         ("--env-name Penduluum-v1", "Pendulum"),
-        (
-            "--env-id PromiseChoice-v0",
-            "a finite Box of actions is wanted, its sides from 1e-6 to 1e6; choices: ppo.py",
-        ),
-        ("--env-id PromiseEndless-v0", "a finite Box of actions is wanted"),
+        ("--env-id PromiseChoice-v0", "a finite Box of actions is wanted"),
+        ("--env-id PromiseEndless-v0", "its sides from 1e-6 to 1e6; choices: ppo.py"),
         ("--mode cma", "--mode cma: not one of ppo-cma-m, ppo-cma, ppo, pg, pg-pos"),
         ("--batch-size 0", "--minibatch-size 0: not in 1 ..."),
         ("--ppo-epsilon inf", "--clip-coef inf: not in 0 ..."),
@@ -202,7 +199,7 @@ ITS_OWN = {
     ],
     ppo_procgen: [
         *CLIPPED,
-        ("--num-minibatches 19", "--minibatch-size 1: not in 2 ..."),
+        ("--num-minibatches 9", "--minibatch-size 3: not in 4 ..."),
         ("--num-levels -1", "--num-levels -1: not in 0 ..."),
         ("--env-id CartPole-v1", "--env-id CartPole-v1: EnvPool has no such Procgen game"),
     ],
