@@ -23,11 +23,16 @@ import ppo_atari_multigpu
 import ppo_cma
 import ppo_continuous_action
 import ppo_kl_adaptive
+import ppo_pettingzoo
+import ppo_pixels
 
 COMING = (ROOT / "docs" / "coming_from.md").read_text()
 YOURS = (ROOT / "docs" / "your_environment.md").read_text()
 GYMNASIUM = (ppo, ppo_continuous_action, ppo_cma, ppo_kl_adaptive)
-SCRIPTS = {module.__name__: module for module in (*GYMNASIUM, ppo_atari_multigpu)}
+SCRIPTS = {
+    module.__name__: module
+    for module in (*GYMNASIUM, ppo_atari_multigpu, ppo_pixels, ppo_pettingzoo)
+}
 ALL = pytest.mark.parametrize("script", GYMNASIUM, ids=lambda module: module.__name__)
 
 # Of each script: two iterations of some 500 steps
@@ -170,12 +175,10 @@ def test_a_threshold_stops_training(place):
     assert torch.load("run/checkpoint.pt", weights_only=True)["counters"][1] == 1
 
 
-@ALL
+@pytest.mark.parametrize("script", [ppo, ppo_continuous_action], ids=lambda x: x.__name__)
 def test_sampled_evaluation(script, monkeypatch):
     train(script, "--run-dir runs/RUN --eval-episodes 4")
     snippet = SAMPLE.replace("ppo_continuous_action", script.__name__)
-    if hasattr(script, "Episodes"):
-        pytest.skip("the page has it of scripts with the new border")
     sampled, again, greedy = {}, {}, {}
     exec(snippet, sampled)
     exec(snippet, again)
@@ -571,11 +574,6 @@ class ADict(Sizes):
     def reset(self, seed=None, options=None):
         return Reach.reset(self, seed=seed)
 
-class TwoAxes(Reach):
-    def __init__(self):
-        super().__init__()
-        self.action_space = gym.spaces.Box(-2, 2, (1, 1))
-
 class NoReward(Reach):
     def step(self, action):
         obs, _, *rest = super().step(action)
@@ -623,7 +621,6 @@ SHORT = "--num-steps 512 --num-minibatches 8 --update-epochs 1 --total-timesteps
 # The beginning of a row; a script and an environment for which that is said, and the flags
 TOLD = [
     ("`Discrete(3): a Box", ppo_continuous_action, "my_envs:ReachDiscrete-v0", SHORT),
-    ("`Box(-2.0, 2.0", ppo_cma, "mistakes:TwoAxes-v0", "--no-cuda"),
     ("`not enough values", ppo_continuous_action, "mistakes:OldStep-v0", SHORT),
     ("`string indices", ppo_continuous_action, "mistakes:OldReset-v0", SHORT),
     ("`reset() got", ppo_continuous_action, "mistakes:NoSeed-v0", SHORT),
@@ -750,7 +747,9 @@ def test_spaces(capsys, my_envs):
         "MultiBinary": gym.spaces.MultiBinary(2),
     }
     claimed = {}
-    for name, scripts in rows(YOURS, "Actions")[1:]:
+    *single, mixed = rows(YOURS, "Actions")[1:]
+    assert mixed == ["any of these together, in a Dict or Tuple", "`ppo_pixels.py`"]
+    for name, scripts in single:
         for each in [name] if name.startswith("Box") else name.split(", "):
             claimed[each] = set(re.findall(r"`(ppo\w*)\.py`", scripts))
     assert claimed.keys() == spaces.keys()
