@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Lines that each script may have at most, with slack: clarity comes first
 LINES = {
-    "ppo": 1150,
-    "ppo_continuous_action": 1150,
+    "ppo": 1160,
+    "ppo_continuous_action": 1190,
     "ppo_cma": 674,
     "ppo_kl_adaptive": 712,
     "ppo_atari_multigpu": 698,
