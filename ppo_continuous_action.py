@@ -1068,13 +1068,32 @@ def compile_step(agent: Agent, args: Args):
     if args.cudagraphs:  # which change these in place
         for tensor in agent.adam.values():
             torch._dynamo.mark_static_address(tensor, guard=False)
-    # Shapes and types of an agent do not change, but for the number of rows; so only numbers of
-    # Args are watched: it is compiled again when one changes, and follows it from then on.
+    # Shapes and types of an agent do not change, but for the number of rows; so only the fields of
+    # Args are watched: it is compiled again when one changes.
     options["guard_filter_fn"] = lambda guards: [
         re.match(r"(L\[')?args\b", guard.name) is not None for guard in guards
     ]
     torch.compiler.config.dynamic_sources = "L['rows']"
-    return torch.compile(minibatch_step, fullgraph=True, options=options)
+    return following(torch.compile(minibatch_step, fullgraph=True, options=options), args)
+
+
+def following(step, args: Args):
+    """A compiled step that follows schedules: a number of Args that is not what it was at first is
+    given as a tensor, as the learning rate is, so that it is compiled again once and no more."""
+    first = dict(vars(args))
+    last, given = first, args
+
+    def follow(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
+        nonlocal last, given
+        if vars(args) != last:
+            last, given = dict(vars(args)), copy.copy(args)
+            for name, value in last.items():
+                if isinstance(first.get(name), float) and value != first[name]:
+                    number = torch.tensor(float(value), device=learning_rate.device)
+                    setattr(given, name, number)
+        return step(agent, adam, batch, rows, learning_rate, given)
+
+    return follow
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
