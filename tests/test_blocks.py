@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Lines that each script may have at most, with slack: clarity comes first
 LINES = {
-    "ppo": 1150,
-    "ppo_continuous_action": 1190,
+    "ppo": 1180,
+    "ppo_continuous_action": 1220,
     "ppo_cma": 1160,
     "ppo_kl_adaptive": 1240,
     "ppo_atari_multigpu": 1000,
