@@ -20,23 +20,39 @@ Expect 500 on CartPole-v1 after 100,000 steps, in 15 seconds on one CPU core (RE
 Flags and tags are CleanRL's, and its defaults `--learning-rate 2.5e-4 --update-epochs 4`.
 """
 
+import atexit
+import contextlib
+import copy
+import difflib
+import fcntl
 import importlib.util
+import io
+import itertools
 import json
 import math
+import multiprocessing
 import os
+import random
+import re
 import shlex
 import signal
 import sys
+import threading
 import time
-from collections import namedtuple
+import traceback
+import zipfile
+from collections import deque
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple, get_args, get_type_hints
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
 import tyro
+from gymnasium.spaces import Discrete, MultiBinary, MultiDiscrete
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -62,11 +78,15 @@ class Args:
     eval_episodes: int = 10  # episodes played by --evaluate
     checkpoint_interval: int = 20  # iterations between checkpoints
 
+    # Environments
+    env_id: str = "CartPole-v1"  # gymnasium's, module:Id or envpool:Id; choices as actions
+    env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
+    env_workers: int = 0  # processes (EnvPool: threads) that step the environments; 0: this one
+    num_envs: int = 4  # environments played side by side
+
     # Algorithm
-    env_id: str = "CartPole-v1"  # a gymnasium id with Discrete or MultiDiscrete actions
     total_timesteps: int = 500_000  # steps in all environments, rounded down to iterations
     learning_rate: float = 1e-3  # Adam's, in the first iteration
-    num_envs: int = 4  # environments played side by side
     num_steps: int = 128  # steps in each environment per iteration
     anneal_lr: bool = True  # lower the learning rate linearly
     gamma: float = 0.99  # discount factor
@@ -90,18 +110,38 @@ class Args:
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
-        low = {"seed": 0, "compile_from": 0, "minibatch_size": 4}
-        high = {"gamma": 1, "gae_lambda": 1}
-        for name, value in vars(self).items():
-            least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
-            if type(value) in (int, float) and not least <= value <= most:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
-        if self.resume and (self.run_dir or self.evaluate):
-            raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
+        low = {"seed": 0, "compile_from": 0, "env_workers": 0, "minibatch_size": 2}
+        check(self, low, {"gamma": 1, "gae_lambda": 1, "env_workers": max(self.num_envs, 0)})
+
+
+def check(args, low: dict, high: dict):
+    """ValueError for a value of another type than its field's, for a number out of bounds (by
+    default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
+    for name, hint in get_type_hints(type(args)).items():
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        kinds = get_args(hint) or (hint,)  # types or, of a Literal, its values
+        types = tuple(kind for kind in kinds if isinstance(kind, type))
+        whole = float in kinds and isinstance(value, int)
+        if not (isinstance(value, types) or value in kinds or whole):
+            raise ValueError(f"{flag} {value!r}: not of type {hint}")
+        if type(value) in (int, float):
+            least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
+            if not least <= value <= most:
+                raise ValueError(f"{flag} {value}: not in {least} ... {most}")
+    if not args.exp_name:
+        raise ValueError("--exp-name '': a name is wanted")
+    try:
+        dict(**json.loads(args.env_kwargs))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"--env-kwargs {args.env_kwargs}: no JSON object: {error}") from None
+    if args.resume and (args.run_dir or args.evaluate):
+        raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
     def given(resume: Path | None = None, evaluate: Path | None = None):
         return resume or evaluate
@@ -111,9 +151,12 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
     if args.resume and args.num_envs != saved.num_envs:
         fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
-    for package in ["moviepy"] * args.capture_video + ["wandb"] * args.track:
-        if importlib.util.find_spec(package) is None:
-            fail(f"{package} is not installed: pip install {package}")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("--track: wandb is not installed: pip install wandb")
+    if args.capture_video:  # what is missing is better known before training
+        if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
+            fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
+        drawn_env(args).close()
     return args
 
 
@@ -128,15 +171,43 @@ def make_env(env_id: str, **options) -> gym.Env:
     """A gymnasium environment with flat observations; one clear line if there is no such thing."""
     gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
     try:
-        env = gym.make(env_id, disable_env_checker=True, **options)
-    except (gym.error.Error, ImportError, NotImplementedError) as error:
-        fail(f"--env-id {env_id}: {error} (your own: module:Id; Atari: ppo_atari_multigpu.py)")
-    space, actions = env.observation_space, env.action_space
-    vector = space.is_np_flattenable and not (space.dtype == np.uint8 and len(space.shape) > 1)
-    if not vector or not (hasattr(actions, "n") or hasattr(actions, "nvec")):
-        hint = "a vector and choices wanted; boxes: ppo_continuous_action.py"
-        fail(f"--env-id {env_id}: {space}, {actions}: {hint}; pixels: ppo_atari_multigpu.py")
+        env = gym.make(env_id, **{"disable_env_checker": True} | options)
+        check_spaces(env_id, env.observation_space, env.action_space)
+    except Exception as error:  # whatever gymnasium or the environment's own code raises
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        what = repr(error) if str(error) else f"{error!r}: {place.line}"
+        hint = f"raised in {place.filename}, line {place.lineno}; your own: module:Id; "
+        fail(f"--env-id {env_id}: {what}, {hint}its arguments: --env-kwargs")
+    space = env.observation_space
     return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
+
+
+VECTORS = (
+    gym.spaces.Box,
+    gym.spaces.Discrete,
+    gym.spaces.MultiDiscrete,
+    gym.spaces.MultiBinary,
+)  # flattened, these are numbers, always as many
+
+
+def leaves(space: gym.Space) -> list[gym.Space]:
+    """The spaces that a Dict or Tuple, perhaps a nested one, is made of; of any other, itself."""
+    if not isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
+        return [space]
+    parts = space.values() if isinstance(space, gym.spaces.Dict) else space
+    return [leaf for part in parts for leaf in leaves(part)]
+
+
+def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
+    """One clear line if the spaces are none that this script learns with."""
+    pixels = any(leaf.dtype == np.uint8 and len(leaf.shape) > 1 for leaf in leaves(space))
+    vector = all(isinstance(leaf, VECTORS) for leaf in leaves(space)) and not pixels
+    if not vector or gym.spaces.flatdim(space) > 20_000:
+        hint = "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py"
+        fail(f"--env-id {env_id}: {space}: {hint}")
+    if not isinstance(actions, Discrete | MultiDiscrete | MultiBinary):
+        hint = "choices are wanted as actions; boxes: ppo_continuous_action.py"
+        fail(f"--env-id {env_id}: {actions}: {hint}")
 
 
 def episode_seed(*key: int) -> int:
@@ -144,43 +215,294 @@ def episode_seed(*key: int) -> int:
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
-class Episodes(gym.Wrapper):
-    """Seeds every episode, and keeps the actions of the running one to play it again on resuming.
+def seed_others(seed: int):
+    """Seed what only careless environments draw from; all others have their own `np_random`."""
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def to_env(space: gym.Space, choices: np.ndarray) -> np.ndarray:
+    """Choices [N, branches], counted from 0, in a space's shape, type and count."""
+    return (choices.reshape(-1, *space.shape) + getattr(space, "start", 0)).astype(space.dtype)
+
+
+def branches(space: gym.Space) -> list[int]:
+    """How many choices each branch has: a Discrete space is one, a MultiBinary one n of two."""
+    if isinstance(space, Discrete):
+        return [int(space.n)]
+    if isinstance(space, MultiBinary):
+        return [2] * math.prod(space.shape)
+    return space.nvec.ravel().tolist()
+
+
+class Envs:
+    """N environments in this process, stepped one after the other. Every episode has its own seed;
+    the actions of the running ones are kept, to play them again on resuming.
+
     Autoreset is "next step": the step that ends an episode returns its true last observation; the
-    next one ignores its action and returns a new episode's first observation with reward 0."""
+    next one ignores its action and returns a new episode's first observation with reward 0.
+    """
 
-    def __init__(self, env: gym.Env, args: Args, index: int):
-        super().__init__(env)
-        self.args, self.index, self.episode = args, index, -1
-        self.shape, self.first = self.action_space.shape, getattr(self.action_space, "start", 0)
-        self.space = self.unwrapped.observation_space  # perhaps a Dict, which comes flattened
+    def __init__(self, envs: list[gym.Env], args: Args, numbers=(0,), played=None):
+        self.envs, self.args, self.numbers = envs, args, list(numbers)
+        self.observation_space = envs[0].observation_space
+        self.action_space = envs[0].action_space
+        self.episodes = [-1] * len(envs)  # how many each environment has ended
+        self.actions = [[] for _ in envs]  # of the running episodes
+        self.rewards = [[] for _ in envs]
+        self.over = np.zeros(len(envs), bool)  # [N], the last step ended an episode
+        self.space = envs[0].unwrapped.observation_space  # perhaps a Dict, which comes flattened
+        choices = branches(self.action_space)
+        self.num_choices, self.starts = sum(choices), np.cumsum([0, *choices[:-1]])
+        self.ended = []  # (environment, return, length) of each episode that the last step ended
+        for i, (episode, _) in enumerate(played or ()):
+            self.episodes[i] = episode - 1
+        self.obs = np.stack([self.reset(i) for i in range(len(envs))])  # [N, D]
+        for i, (_, actions) in enumerate(played or ()):
+            try:
+                again = list(zip(actions, to_env(self.action_space, actions), strict=True))
+            except (TypeError, ValueError) as error:
+                hint = f"the actions of its running episode are none of {self.action_space}"
+                fail(f"--env-id {args.env_id}: environment {i}: {hint}: {error}")
+            for action, shaped in again:
+                self.play(i, action, shaped)
 
-    def reset(self, **kwargs):
-        self.episode, self.over, self.actions, self.rewards = self.episode + 1, False, [], []
-        obs, info = self.env.reset(seed=episode_seed(self.args.seed, self.index, self.episode))
-        self.obs = self.with_mask(obs, info)
-        return self.obs, info
+    def reset(self, i: int) -> np.ndarray:
+        """Begin the next episode of an environment; its first observation [D]."""
+        self.episodes[i] += 1
+        self.actions[i], self.rewards[i] = [], []
+        self.over[i] = False
+        seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
+        seed_others(seed)
+        return self.with_mask(i, *self.envs[i].reset(seed=seed))
 
-    def with_mask(self, obs: np.ndarray, info: dict) -> np.ndarray:
+    def with_mask(self, i: int, obs: np.ndarray, info: dict) -> np.ndarray:
         """The observation [D] and, if there is one, its mask of valid choices [sum of branches]."""
         mask = info.get("action_mask", info.get("legal_action_mask"))
         if "action_mask" in getattr(self.space, "spaces", ()):
             mask = gym.spaces.unflatten(self.space, obs)["action_mask"]
         obs = np.reshape(obs, self.observation_space.shape)  # longer ones would pass as masks
-        parts = (obs,) if mask is None or not self.args.action_masks else (obs, np.hstack(mask))
-        return np.concatenate(parts, dtype=np.float32, casting="unsafe")
+        if mask is None or not self.args.action_masks:
+            return obs.astype(np.float32)
+        mask = np.hstack(mask)
+        if mask.shape != (self.num_choices,):
+            raise ValueError(f"the action mask {mask} is not one of {self.num_choices} choices")
+        if not (self.over[i] or np.add.reduceat(mask > 0, self.starts, dtype=int).all()):
+            raise ValueError(f"the action mask {mask} leaves nothing to choose")
+        return np.concatenate((obs, mask), dtype=np.float32, casting="unsafe")
 
-    def step(self, action: np.ndarray):
-        """Take an action [branches], in each of which choices are counted from 0."""
-        if self.over:
-            return self.reset()[0], 0.0, False, False, {}
-        choice = action.reshape(self.shape) + self.first
-        obs, reward, terminated, truncated, info = self.env.step(choice)
-        self.obs, reward = self.with_mask(obs, info), np.asarray(reward).item()
-        self.actions.append(action)
-        self.rewards.append(reward)
-        self.over = bool(terminated or truncated)
-        return self.obs, reward, terminated, truncated, info
+    def play(self, i: int, action: np.ndarray, shaped: np.ndarray):
+        """One step of an environment, with choices [branches]: reward, terminated, truncated."""
+        obs, reward, terminated, truncated, info = self.envs[i].step(shaped)
+        try:
+            number = np.asarray(reward).item()
+            self.over[i] = terminated or truncated
+        except ValueError:  # several numbers
+            what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
+            hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
+            raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
+        self.obs[i] = self.with_mask(i, obs, info)
+        self.actions[i].append(action)
+        self.rewards[i].append(number)
+        return number, terminated, truncated
+
+    def step(self, actions: np.ndarray):
+        """Take actions [N, ...]: rewards, terminated, truncated [N]."""
+        rewards = np.zeros(len(actions))
+        terminated = np.zeros(len(actions), bool)
+        truncated = np.zeros(len(actions), bool)
+        self.ended = []
+        shaped = to_env(self.action_space, actions)
+        for i, action in enumerate(actions):
+            if self.over[i]:
+                self.obs[i] = self.reset(i)
+                continue
+            rewards[i], terminated[i], truncated[i] = self.play(i, action, shaped[i])
+            if self.over[i]:
+                both = math.fsum(self.rewards[i]), len(self.rewards[i])
+                self.ended.append((self.numbers[i], *both))
+        return rewards, terminated, truncated
+
+    def shown(self) -> dict[str, np.ndarray]:
+        """What is to be seen of the environments from outside, [N, ...] each."""
+        return {"obs": self.obs, "over": self.over}
+
+    def played(self) -> list[tuple[int, np.ndarray]]:
+        """What plays the running episodes again: their numbers and actions so far, [t, ...]."""
+        return [(n, np.array(x)) for n, x in zip(self.episodes, self.actions, strict=True)]
+
+    def close(self):
+        for env in self.envs:
+            env.close()
+
+
+def work(pipe, args: Args, numbers: list[int], played: list | None):
+    """A worker process: some of the environments, stepped as its pipe tells, until that ends."""
+    for number in SIGNALS:  # the run decides when to stop
+        signal.signal(number, signal.SIG_IGN)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):  # one worker prints what all would
+            envs = own_envs(args, numbers, played)
+        if 0 in numbers:
+            sys.stderr.write(said.getvalue())
+        with contextlib.closing(envs):
+            result = envs.observation_space, envs.action_space
+            while True:
+                pipe.send((envs.shown(), envs.ended, result))
+                method, *given = pipe.recv()
+                result = getattr(envs, method)(*given)
+    except BaseException as error:
+        told = isinstance(error, SystemExit) and said.getvalue()
+        with contextlib.suppress(OSError):  # the run may be over
+            pipe.send(SystemExit(told) if told else RuntimeError(traceback.format_exc()))
+
+
+class WorkerEnvs:
+    """The same in processes, each with its share of the environments; the same bits."""
+
+    def __init__(self, args: Args, played: list | None):
+        self.workers = []
+        atexit.register(self.close)  # else the interpreter would wait for them
+        context = multiprocessing.get_context("spawn")
+        for numbers in np.array_split(range(args.num_envs), args.env_workers):
+            ours, theirs = context.Pipe()
+            share = [played[i] for i in numbers] if played else None
+            process = context.Process(target=work, args=(theirs, args, numbers.tolist(), share))
+            process.start()
+            theirs.close()
+            self.workers.append((process, ours, slice(numbers[0], numbers[-1] + 1)))
+        try:
+            self.observation_space, self.action_space = self.receive()[0]
+        except BaseException:
+            self.close()
+            raise
+
+    def receive(self) -> list:
+        """What each worker answers; their states are joined to this one's."""
+        replies = []
+        for process, pipe, _ in self.workers:
+            try:
+                replies.append(pipe.recv())
+            except (EOFError, ConnectionResetError):
+                process.join(1)
+                why = f"a process of --env-workers was killed (exit code {process.exitcode})"
+                raise RuntimeError(f"{why}: not enough memory?") from None
+            if isinstance(replies[-1], SystemExit):  # refused, in one line
+                sys.stderr.write(str(replies[-1]))
+                raise SystemExit(2)
+            if isinstance(replies[-1], Exception):
+                raise replies[-1]
+        shown, ended, results = zip(*replies, strict=True)
+        for name in shown[0]:  # obs, over ... [N, ...]
+            setattr(self, name, np.concatenate([part[name] for part in shown]))
+        self.ended = [*itertools.chain(*ended)]
+        return results
+
+    def call(self, method: str, *rows: np.ndarray) -> list:
+        """What a method of `Envs` gives in each worker, with its share of the rows [N, ...]."""
+        for _, pipe, share in self.workers:
+            with contextlib.suppress(BrokenPipeError):  # `receive` says why
+                pipe.send((method, *[each[share] for each in rows]))
+        return self.receive()
+
+    def step(self, *rows: np.ndarray):
+        """`Envs.step`: rewards, terminated, truncated [N]."""
+        return [np.concatenate(parts) for parts in zip(*self.call("step", *rows), strict=True)]
+
+    def played(self) -> list[tuple[int, np.ndarray]]:
+        """`Envs.played` of all."""
+        return [*itertools.chain(*self.call("played"))]
+
+    def close(self):
+        for _, pipe, _ in self.workers:
+            pipe.close()
+        for process, _, _ in self.workers:
+            process.join(5)
+            process.kill()  # if an environment does not end
+        self.workers = []
+
+
+class PoolEnvs:
+    """EnvPool's environments, stepped by threads of its own. They can't be played again: a run
+    resumed at iteration `start` begins new episodes, with other seeds."""
+
+    def __init__(self, args: Args, num_envs: int, start: int):
+        try:
+            import envpool
+        except ImportError as error:
+            fail(f"--env-id {args.env_id}: {error}: pip install envpool")
+        name, known = args.env_id.removeprefix("envpool:"), envpool.list_all_envs()
+        if name not in known:
+            near = ", ".join(difflib.get_close_matches(name, known)) or "none"
+            fail(f"--env-id {args.env_id}: EnvPool has no such environment; near: {near}")
+        seeds = [episode_seed(args.seed, i, start) % 2**31 for i in range(num_envs)]
+        threads = min(max(args.env_workers, 1), num_envs)
+        options = {"env_type": "gymnasium", "num_envs": num_envs, "num_threads": threads}
+        try:
+            self.vector = envpool.make(name, **options, seed=seeds, **json.loads(args.env_kwargs))
+        except Exception as error:  # an argument that it has not, a game that is not there
+            fail(f"--env-id {args.env_id}: {error!r}; its arguments: --env-kwargs")
+        self.space, self.action_space = self.vector.observation_space, self.vector.action_space
+        check_spaces(args.env_id, self.space, self.action_space)
+        self.observation_space = gym.spaces.flatten_space(self.space)
+        self.obs = self.flat(self.space, self.vector.reset()[0])  # [N, D]
+        self.over = np.zeros(num_envs, bool)  # [N], the last step ended an episode
+        self.returns = np.zeros(num_envs)
+        self.lengths = np.zeros(num_envs, int)
+        self.ended = []  # (environment, return, length) of each episode that the last step ended
+
+    def step(self, actions: np.ndarray):
+        """Take actions [N, ...]: rewards, terminated, truncated [N]."""
+        going = ~self.over
+        shaped = to_env(self.action_space, actions)
+        obs, rewards, terminated, truncated, _ = self.vector.step(shaped)
+        self.obs = self.flat(self.space, obs)
+        self.over = terminated | truncated
+        rewards = rewards.astype(np.float64)
+        self.returns = self.returns * going + rewards
+        self.lengths = (self.lengths + 1) * going
+        episodes = zip(self.returns.tolist(), self.lengths.tolist(), strict=True)
+        self.ended = [(i, *both) for i, both in enumerate(episodes) if self.over[i]]
+        return rewards, terminated, truncated
+
+    def flat(self, space: gym.Space, obs) -> np.ndarray:
+        """Observations of a space, perhaps a nested one, as rows [N, D]."""
+        if isinstance(space, gym.spaces.Dict):
+            return np.concatenate([self.flat(space[name], obs[name]) for name in space], axis=1)
+        if not isinstance(space, gym.spaces.Box):  # choices become one-hot
+            shaped = np.reshape(obs, (len(obs), *space.shape))
+            obs = np.stack([gym.spaces.flatten(space, row) for row in shaped])
+        return np.asarray(obs, np.float32).reshape(len(obs), -1)
+
+    def played(self) -> list:
+        return []
+
+    def close(self):
+        self.vector.close()
+
+
+def own_envs(args: Args, numbers, played: list | None) -> Envs:
+    options = json.loads(args.env_kwargs)
+    envs = []
+    for number in numbers:
+        seed_others(episode_seed(args.seed, number))
+        envs.append(make_env(args.env_id, **options))
+    return Envs(envs, args, numbers, played)
+
+
+def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
+    """Environments of the kind that the arguments name, as the checkpoint left them."""
+    played, start = None, 0
+    if checkpoint:
+        played, start = checkpoint["played"], checkpoint["counters"][1]
+    if played and len(played) != num_envs:
+        fail(f"{args.resume}: its checkpoint has no running episodes of {num_envs} environments")
+    if args.env_id.startswith("envpool:"):
+        return PoolEnvs(args, num_envs, start)
+    if args.env_workers and num_envs > 1:
+        return WorkerEnvs(args, played)
+    return own_envs(args, range(num_envs), played)
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -194,6 +516,38 @@ def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
+@torch.no_grad()
+def as_numpy(network: nn.Module, scale=1.0, shift=0.0):
+    """scale * network(x) + shift, as it is now, as a function of arrays x [N, D]. Linear layers and
+    tanh become numpy, which is fast where rows are few; all others are called in torch."""
+    scale, shift = (torch.as_tensor(x).cpu() for x in (scale, shift))
+    layers = list(network) if type(network) is nn.Sequential else [network]
+    plain = [type(layer) is nn.Linear and layer.bias is not None for layer in layers]
+    functions = []
+    for layer, linear in zip(layers, plain, strict=True):
+        if linear:
+            weight, bias = layer.weight.cpu().clone(), layer.bias.cpu().clone()
+            if layer is layers[-1]:
+                weight, bias = weight * scale[..., None], bias * scale + shift
+            weight, bias = weight.numpy().T, bias.numpy()
+            functions.append(lambda x, weight=weight, bias=bias: x @ weight + bias)
+        elif type(layer) is nn.Tanh:
+            functions.append(np.tanh)
+        else:
+            module = copy.deepcopy(layer).cpu().requires_grad_(False)
+            functions.append(lambda x, module=module: module(torch.from_numpy(x)).numpy())
+    if not plain[-1]:
+        scale, shift = scale.numpy(), shift.numpy()
+        functions.append(lambda x: x * scale + shift)
+
+    def function(x: np.ndarray) -> np.ndarray:
+        for step in functions:
+            x = step(x)
+        return x
+
+    return function
+
+
 class Agent(nn.Module):
     """Policy and value function for environments with the spaces of `env`."""
 
@@ -201,10 +555,7 @@ class Agent(nn.Module):
         super().__init__()
         args, space = args or Args(), env.action_space
         (self.dim,) = env.observation_space.shape
-        self.action_shape, self.first = space.shape, getattr(space, "start", 0)
-        # how many choices each branch has: a Discrete space is one branch, a MultiBinary n of two
-        branches = getattr(space, "nvec", np.full(space.shape, 2 if space.shape else space.n))
-        self.choices = np.ravel(branches).tolist()
+        self.space, self.choices = space, branches(space)
         self.critic = mlp(self.dim, 1, gain=1.0)  # two networks (detail 13)
         self.actor = mlp(self.dim, sum(self.choices), gain=0.01)
         self.rng = np.random.default_rng(args.seed)  # of actions and minibatches
@@ -230,20 +581,25 @@ class Agent(nn.Module):
 
     forward = get_action_and_value
 
-    @torch.no_grad()
-    def numpy_actor(self):
-        """`act` by the policy as it is now, in numpy: fast where observations are few."""
-        *hidden, weight, bias = (x.clone().cpu().numpy().T for x in self.actor.parameters())
-        starts = np.cumsum([0, *self.choices[:-1]])
+    def numpy_scores(self):
+        """Scores of all choices [N, sum of branches] by the policy as it is now, in numpy, where
+        `get_action_and_value` has log-probabilities. `check_actor` compares them once a rollout."""
+        score = as_numpy(self.actor)
 
-        def act(obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
-            x = obs[:, : self.dim]
-            for w, b in zip(hidden[::2], hidden[1::2], strict=True):
-                x = np.tanh(x @ w + b)
-            x = x @ weight + bias
+        def scores(obs: np.ndarray) -> np.ndarray:
+            x = score(obs[:, : self.dim])
             if obs.shape[1] > self.dim:
                 x = np.where(obs[:, self.dim :] > 0, x, np.float32(-1e8))
-            x = x if noise is None else x + noise
+            return x
+
+        return scores
+
+    def numpy_actor(self):
+        """`act` by the policy as it is now, on rows [N, D] and [N, branches], counted from 0."""
+        scores, starts = self.numpy_scores(), np.cumsum([0, *self.choices[:-1]])
+
+        def act(obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
+            x = scores(obs) if noise is None else scores(obs) + noise
             parts = [x[:, i : i + n] for i, n in zip(starts, self.choices, strict=True)]
             return np.array([part.argmax(axis=-1) for part in parts]).T
 
@@ -251,12 +607,26 @@ class Agent(nn.Module):
 
     def act(self, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
         """The likeliest actions [N, ...] at observations [N, D] or, given `noise(N)`, samples."""
-        choices = self.numpy_actor()(np.asarray(obs, np.float32), noise)
-        return choices.reshape(-1, *self.action_shape) + self.first
+        return to_env(self.space, self.numpy_actor()(np.asarray(obs, np.float32), noise))
 
     def noise(self, *shape: int) -> np.ndarray:
         """Gumbel noise for `shape` actions: the argmax of it and log-probabilities is a sample."""
         return self.rng.gumbel(size=(*shape, sum(self.choices))).astype(np.float32)
+
+
+@torch.no_grad()
+def check_actor(agent: Agent, obs: np.ndarray, actions: np.ndarray):
+    """RuntimeError if `act` and `get_action_and_value` are two policies, by the log-probabilities
+    of actions [B, branches] at observations [B, D]."""
+    device = agent.adam["parameters"].device
+    obs, actions, scores = (
+        torch.as_tensor(x, device=device) for x in (obs, actions, agent.numpy_scores()(obs))
+    )
+    parts = scores.split(agent.choices, dim=-1)
+    choices = zip(parts, actions.split(1, dim=-1), strict=True)
+    logprob = sum(part.log_softmax(-1).gather(-1, choice).squeeze(-1) for part, choice in choices)
+    if ((logprob - agent(obs, actions)[1]).abs() > 0.01 * (1.0 + logprob.abs())).any():
+        raise RuntimeError("numpy_scores acts by another policy than get_action_and_value learns")
 
 
 # --- algorithm ------------------------------------------------------------------------------------
@@ -270,31 +640,46 @@ def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float)
     return advantages
 
 
-# obs [T + 1, N, D] raw, actions [T, N, A], the rest [T, N]; valid is False in the row after an
-# episode's end: its action was ignored, its reward is none, its obs is the true last one
-Rollout = namedtuple("Rollout", "obs actions rewards terminated truncated valid")
+class Rollout(NamedTuple):
+    obs: np.ndarray  # [T + 1, N, D], perhaps with a mask behind
+    actions: np.ndarray  # [T, N, branches], counted from 0
+    rewards: np.ndarray  # [T, N]
+    terminated: np.ndarray  # [T, N]
+    truncated: np.ndarray  # [T, N]
+    valid: np.ndarray  # [T, N], False in the row after an episode's end: there its action was
+    # ignored and the reward is none, but its observation is the episode's true last one
 
 
-def ppo_loss(agent, args, obs, actions, old_logprobs, advantages, returns, old_values):
+class Batch(NamedTuple):
+    obs: torch.Tensor  # [B, D], perhaps with a mask behind
+    actions: torch.Tensor  # [B, branches]
+    logprobs: torch.Tensor  # [B], before the update
+    advantages: torch.Tensor  # [B]
+    returns: torch.Tensor  # [B]
+    values: torch.Tensor  # [B], before the update
+
+
+def ppo_loss(agent, args: Args, batch: Batch):
     """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and what is
-    logged of it. Old is what policy and value function gave before the update."""
-    _, logprob, entropy, value = agent(obs, actions)
-    logratio = logprob - old_logprobs
+    logged of it."""
+    _, logprob, entropy, value = agent(batch.obs, batch.actions)
+    logratio = logprob - batch.logprobs
     ratio = logratio.exp()
 
+    advantages = batch.advantages
     if args.norm_adv:  # per minibatch (detail 7)
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     # clipped surrogate (detail 8)
     clipped = ratio.clamp(1.0 - args.clip_coef, 1.0 + args.clip_coef)
     policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
 
-    error = (value - returns).square()
+    error = (value - batch.returns).square()
     if args.clip_vloss:  # value clipping (detail 9)
-        near = old_values + (value - old_values).clamp(-args.clip_coef, args.clip_coef)
-        error = torch.max(error, (near - returns).square())
+        change = (value - batch.values).clamp(-args.clip_coef, args.clip_coef)
+        error = torch.max(error, (batch.values + change - batch.returns).square())
     value_loss = 0.5 * error.mean()
 
-    entropy = entropy.mean()  # whose bonus encourages exploration (detail 10)
+    entropy = entropy.mean()  # a bonus on it encourages exploration (detail 10)
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
     metrics = {"value_loss": value_loss, "policy_loss": policy_loss, "entropy": entropy}
@@ -302,23 +687,39 @@ def ppo_loss(agent, args, obs, actions, old_logprobs, advantages, returns, old_v
     return loss, metrics | {"clipfrac": ((ratio - 1.0).abs() > args.clip_coef).float().mean()}
 
 
+def trained(agent: Agent) -> dict[str, nn.Parameter]:
+    """The parameters that learn; frozen ones, without `requires_grad`, do not."""
+    return {name: p for name, p in agent.named_parameters() if p.requires_grad}
+
+
 def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
-    """Adam's state for all parameters as one vector [P], of which the agent's become views."""
-    vector = nn.utils.parameters_to_vector(agent.parameters()).detach()
-    nn.utils.vector_to_parameters(vector, agent.parameters())
+    """Adam's state for all trained parameters as one vector [P]; the agent's become views of it."""
+    vector = nn.utils.parameters_to_vector(trained(agent).values()).detach()
+    nn.utils.vector_to_parameters(vector, trained(agent).values())
     state = {name: torch.zeros_like(vector) for name in ("exp_avg", "exp_avg_sq")}
     return {"parameters": vector.requires_grad_(), "steps": vector.new_zeros(()), **state}
 
 
-def minibatch_step(agent: Agent, adam: dict, batch: tuple, rows, learning_rate, args: Args):
+def check_views(agent: Agent):
+    """RuntimeError if the parameters that learn are not those of the vector any more: some were
+    frozen, thawed or replaced after `flat_adam`, and the optimizer would not follow."""
+    place, vector = 0, agent.adam["parameters"]
+    for name, p in agent.named_parameters():
+        inside = p.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
+        if inside != p.requires_grad or (inside and p.storage_offset() != place):
+            raise RuntimeError(f"{name} was frozen, thawed or replaced after flat_adam")
+        place += p.numel() if inside else 0
+
+
+def minibatch_step(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
     """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; metrics."""
-    parts = iter(adam["parameters"].split([p.numel() for p in agent.parameters()]))
-    views = {name: next(parts).view(p.shape) for name, p in agent.named_parameters()}
+    parts = iter(adam["parameters"].split([p.numel() for p in trained(agent).values()]))
+    views = {name: next(parts).view(p.shape) for name, p in trained(agent).items()}
 
     def policy(*given):
         return torch.func.functional_call(agent, views, given)
 
-    loss, metrics = ppo_loss(policy, args, *[x[rows] for x in batch])
+    loss, metrics = ppo_loss(policy, args, Batch(*[x[rows] for x in batch]))
     (grad,) = torch.autograd.grad(loss, adam["parameters"])
     with torch.no_grad():
         norm = grad.norm()  # over all parameters (detail 11)
@@ -334,81 +735,137 @@ def minibatch_step(agent: Agent, adam: dict, batch: tuple, rows, learning_rate, 
 
 def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=minibatch_step):
     """One iteration of learning from a rollout; returns the metrics, averaged over minibatches."""
+    check_views(agent)
     device = agent.adam["parameters"].device
-    obs, actions = (torch.as_tensor(x, device=device) for x in (data.obs, data.actions))
-    values, logprobs = agent.get_value(obs).detach(), agent(obs[:-1], actions)[1].detach()
+    obs = torch.as_tensor(data.obs, device=device)
+    actions = torch.as_tensor(data.actions, device=device)
+    values = agent.get_value(obs).detach()  # [T + 1, N]
+    logprobs = agent(obs[:-1], actions)[1].detach()
     numbers = data.rewards, values.cpu().double().numpy(), data.terminated, data.truncated
     advantages = torch.tensor(gae(*numbers, args.gamma, args.gae_lambda)).to(values)  # detail 5
-    fields = obs[:-1], actions, logprobs, advantages, advantages + values[:-1], values[:-1]
-    batch = [x.flatten(0, 1) for x in fields]  # [B, ...], B = T * N
+    returns = advantages + values[:-1]
+    fields = obs[:-1], actions, logprobs, advantages, returns, values[:-1]
+    batch = Batch(*[x.flatten(0, 1) for x in fields])  # [B, ...], B = T * N
 
-    rows, steps = np.flatnonzero(data.valid), []  # what is learned from; metrics of each step
+    rows = np.flatnonzero(data.valid)  # what is learned from
+    num_minibatches = min(args.num_minibatches, len(rows) // 2)  # two rows at least in each
+    if num_minibatches == 0:  # nothing to learn from
+        return {}
+    steps = []  # metrics of each step
     learning_rate = torch.tensor(learning_rate, device=device)
     for _ in range(args.update_epochs):
         order = torch.as_tensor(agent.rng.permutation(rows), device=device)
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
-        for minibatch in order.tensor_split(args.num_minibatches):
+        for minibatch in order.tensor_split(num_minibatches):
             names, numbers = step(agent, agent.adam, batch, minibatch, learning_rate, args)
             steps.append(numbers.clone())  # CUDA graphs write into theirs again
-        approx_kl = torch.stack(steps[-args.num_minibatches :])[:, names.index("approx_kl")]
+        approx_kl = torch.stack(steps[-num_minibatches:])[:, names.index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
     means = torch.stack(steps).mean(dim=0).tolist()
-    unexplained = batch[3][rows].var() / batch[4][rows].var().clamp(min=1e-12)  # of R - V and R
     metrics = {f"losses/{name}": mean for name, mean in zip(names, means, strict=True)}
-    return metrics | {"losses/explained_variance": 1.0 - unexplained.item()}
+    error, scale = batch.advantages[rows].var(), batch.returns[rows].var()  # of R - V and R
+    metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
+    return metrics
 
 
 # --- rollout --------------------------------------------------------------------------------------
-def rollout(agent: Agent, envs: list[Episodes], run: "Run", args: Args) -> Rollout:
+def rollout(agent: Agent, envs: Envs | WorkerEnvs | PoolEnvs, run: "Run", args: Args) -> Rollout:
     """Take `num_steps` steps in every environment, from where the last ones stopped (detail 1)."""
     T, N = args.num_steps, args.num_envs
-    obs, actions = np.zeros((T + 1, N, *envs[0].obs.shape), np.float32), []
-    rewards, (terminated, truncated, valid) = np.zeros((T, N)), np.zeros((3, T, N), bool)
-    obs[0], noise, act = [env.obs for env in envs], agent.noise(T, N), agent.numpy_actor()
+    obs = np.zeros((T + 1, *envs.obs.shape), np.float32)
+    actions = np.zeros((T, N, len(agent.choices)), int)
+    rewards = np.zeros((T, N))
+    terminated = np.zeros((T, N), bool)
+    truncated = np.zeros((T, N), bool)
+    over = np.zeros((T, N), bool)  # rows after an episode's end
+    noise, act = agent.noise(T, N), agent.numpy_actor()
     for t in range(T):
-        valid[t] = going = [not env.over for env in envs]
-        run.global_step += sum(going)
-        actions.append(act(obs[t], noise[t]))
-        for i, (env, action) in enumerate(zip(envs, actions[t], strict=True)):
-            obs[t + 1, i], rewards[t, i], terminated[t, i], truncated[t, i], _ = env.step(action)
-            if env.over:
-                run.log_episode(run.global_step, math.fsum(env.rewards), len(env.rewards))
-    return Rollout(obs, np.stack(actions), rewards, terminated, truncated, valid)
+        obs[t] = envs.obs
+        over[t] = envs.over
+        actions[t] = act(obs[t], noise[t])
+        rewards[t], terminated[t], truncated[t] = envs.step(actions[t])
+        run.global_step += N - int(np.count_nonzero(over[t]))
+        if envs.ended:
+            run.log_episodes(envs.ended)
+    obs[T] = envs.obs
+    check_actor(agent, obs[:T][:8, 0], actions[:8, 0])
+    return Rollout(obs, actions, rewards, terminated, truncated, ~over)
 
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's folder, its logs and its counters."""
+    """A run's folder, its logs and its counters. While this is open, the folder is its alone."""
 
     def __init__(self, args: Args, checkpoint: dict):
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        self.folder = args.resume or args.run_dir or Path("runs") / name
+        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
+        self.global_step, self.iteration, seconds, rows = checkpoint.get("counters", (0, 0, 0.0, 0))
+        self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
+        self.start = time.monotonic() - seconds
+        self.status = "failed"  # until training has ended well
+        self.new = not args.resume
+        self.folder = args.resume or args.run_dir
+        try:
+            self.folder = self.folder or new_folder(args)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            refuse_links(self.folder)
+            path = self.folder / "episodes.csv"
+            self.csv = open(path, "a", buffering=1)  # noqa: SIM115
+            fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"{self.folder}: another process trains in this folder")
+        except OSError as error:
+            fail(f"{self.folder}: {error}")
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {self.folder} goes on with it")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        # what was logged after the checkpoint goes: it will be logged again
+        known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
+        self.csv.truncate(len(b"".join(known)))
+        self.rows = len(known) - 1
+        if not known:
+            self.csv.write("global_step,seconds,return,length\n")
+            self.rows = 0
+        self.wandb = None
         if args.track:
             import wandb  # before the writer, which it follows
 
             project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **project)
-        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
-        self.global_step, self.iteration, seconds, size = checkpoint.get("counters", (0, 0, 0.0, 0))
-        self.start = time.monotonic() - seconds
-        # what was logged after the checkpoint goes: it will be logged again
+            more = {"config": vars(self.args), "sync_tensorboard": True}
+            more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one, however often resumed
+            self.wandb = wandb.init(name=self.folder.name, **project, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
-        self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
-        self.csv.truncate(self.csv.seek(min(size, self.csv.tell())))
-        if self.csv.tell() == 0:
-            self.csv.write("global_step,seconds,return,length\n")
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
-    def log_episode(self, step: int, episodic_return: float, length: int):
-        self.csv.write(f"{step},{time.monotonic() - self.start:.2f},{episodic_return},{length}\n")
-        self.writer.add_scalar("charts/episodic_return", episodic_return, step)
-        self.writer.add_scalar("charts/episodic_length", length, step)
-        self.bar.write(f"global_step={step}, episodic_return={episodic_return:.4f}")
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        self.bar.close()
+        self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
+        self.write_json(self.status)
+        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
+            for pattern in ("run.json", "checkpoint.pt", "episodes.csv", "events.out.tfevents.*"):
+                for path in self.folder.glob(pattern):
+                    path.unlink()
+            with contextlib.suppress(OSError):  # something else is in the folder
+                self.folder.rmdir()
+        self.csv.close()
+
+    def log_episodes(self, ended: list[tuple[int, float, int]]):
+        """Log the (environment, return, length) of the episodes that one step has ended: a row
+        each, and for TensorBoard, which has one value a step, their mean."""
+        for _, episodic_return, length in ended:
+            seconds = time.monotonic() - self.start
+            self.csv.write(f"{self.global_step},{seconds:.2f},{episodic_return},{length}\n")
+            self.bar.write(f"global_step={self.global_step}, episodic_return={episodic_return:.4f}")
+            self.returns.append(episodic_return)
+        self.rows += len(ended)
+        _, returns, lengths = zip(*ended, strict=True)
+        self.writer.add_scalar("charts/episodic_return", np.mean(returns), self.global_step)
+        self.writer.add_scalar("charts/episodic_length", np.mean(lengths), self.global_step)
 
     def log(self, metrics: dict[str, float]):
         self.iteration += 1
@@ -417,37 +874,73 @@ class Run:
         for tag, value in metrics.items():
             self.writer.add_scalar(tag, value, self.global_step)
 
-    def write_json(self, status: str) -> float | None:
-        """Write run.json; returns the mean return of the last 100 training episodes."""
-        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
-        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
+    def final_return(self) -> float | None:
+        """The mean return of the last 100 training episodes, if there is one."""
+        mean = float(np.mean(self.returns)) if self.returns else math.nan
+        return mean if math.isfinite(mean) else None
+
+    def write_json(self, status: str):
         versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
         content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
         content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
-        content |= {"wall_seconds": round(time.monotonic() - self.start, 2), "final_return": final}
+        content["wall_seconds"] = round(time.monotonic() - self.start, 2)
+        content["final_return"] = self.final_return()
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
-        return final
 
 
-def save(run: Run, agent: Agent, envs: list[Episodes]):
+def new_folder(args: Args) -> Path:
+    """A new folder below runs/, of this run alone: two that start in one second get two."""
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    for k in itertools.count(1):
+        folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+
+
+def refuse_links(folder: Path):
+    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            fail(f"{path} is a link: a run writes into its own folder alone")
+
+
+def save(run: Run, agent: Agent, envs):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    state = {"args": vars(run.args), "agent": agent.state_dict(), "adam": agent.adam}
-    state |= {"rng": agent.rng.bit_generator.state, "episodes": [env.episode for env in envs]}
-    state["actions"] = [torch.tensor(np.array(env.actions)) for env in envs]
-    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.csv.tell()
+    state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
+    state |= {"adam": agent.adam, "rng": agent.rng.bit_generator.state}
+    state["played"] = [(episode, torch.tensor(x)) for episode, x in envs.played()]
+    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.rows
+    state |= {"returns": list(run.returns), "wandb": run.wandb and run.wandb.id}
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
 
 def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
+    content, path = {}, Path(folder) / "checkpoint.pt"
     try:
-        content = torch.load(Path(folder) / "checkpoint.pt", map_location="cpu", weights_only=True)
+        if not path.is_file():
+            raise FileNotFoundError(path.name)
+        with zipfile.ZipFile(path) as file:
+            if file.testzip():
+                raise ValueError("it is damaged")
+        content = torch.load(path, map_location="cpu", weights_only=True)
         args = Args(**content["args"])
+        step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
+        content["counters"] = int(step), int(iteration), float(seconds), int(rows)
+        content["returns"] = [float(x) for x in content.get("returns", ())]
+        content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none yet
+        if not all(number >= 0 for number in numbers):
+            raise ValueError(f"its counters are {numbers}")
     except Exception as error:  # damage shows in many ways
-        fail(f"{folder}: no checkpoint.pt that can be read: {error!r}")
-    args.env_id = args.env_id.split(":")[-1]  # a module's code runs if the command line names it
+        maker = f", made by {content['script']}" if "script" in content else ""
+        fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
+    module, _, name = args.env_id.rpartition(":")
+    if module != "envpool":  # a module's code runs if the command line names it
+        args.env_id = name
     return content | {"args": args}
 
 
@@ -455,29 +948,58 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
     """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
     checkpoint = load_checkpoint(folder)
     args = checkpoint["args"]
-    agent = Agent(env or make_env(args.env_id), args)
+    envs = env or make_envs(args, 1)
+    agent = Agent(envs, args)
+    if env is None:
+        envs.close()
     try:
         agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         fail(f"{folder}: its agent does not fit the environment: {error}")
     return agent, args
 
 
+def drawn_env(args: Args) -> gym.Env:
+    """An environment whose frames can be drawn; one clear line if they can't."""
+    if args.env_id.startswith("envpool:"):
+        fail("--capture-video: of gymnasium's environments alone, not EnvPool's")
+    env = make_env(args.env_id, **json.loads(args.env_kwargs) | {"render_mode": "rgb_array"})
+    try:
+        env.reset(seed=0)
+        env.render()
+    except Exception as error:  # no display, or a package for drawing is missing
+        fail(f"--capture-video: {args.env_id} can't be drawn: {error!r}")
+    return env
+
+
 def evaluate(args: Args) -> list[float]:
     """Play the run in `args.evaluate` greedily; `capture_video` records it into its videos/."""
-    env = make_env(args.env_id, **{"render_mode": "rgb_array"} if args.capture_video else {})
+    played = replace(args, seed=episode_seed(args.seed, 2**31))
     if args.capture_video:
+        refuse_links(args.evaluate)
         videos = str(args.evaluate / "videos")
-        env = gym.wrappers.RecordVideo(env, videos, lambda _: True, disable_logger=True)
-    env = Episodes(env, replace(args, seed=episode_seed(args.seed, 2**31)), 0)
-    act, returns = load(args.evaluate, env)[0].numpy_actor(), []
-    for episode in range(args.eval_episodes):
-        obs, _ = env.reset()
-        while not env.over:
-            obs, *_ = env.step(act(obs[None])[0])
-        returns.append(math.fsum(env.rewards))
-        print(f"eval_episode={episode}, episodic_return={returns[-1]:.2f}", flush=True)
-    env.close()
+        env = gym.wrappers.RecordVideo(drawn_env(args), videos, lambda _: True, disable_logger=True)
+        envs = Envs([env], played)
+        print(f"videos: {videos}")
+    else:
+        envs = make_envs(played, 1)
+    returns, steps = [], 0
+    bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
+    with contextlib.closing(envs), bar:
+        act = load(args.evaluate, envs)[0].numpy_actor()
+        while len(returns) < args.eval_episodes:
+            envs.step(act(envs.obs))
+            steps += 1
+            bar.update()
+            for _, episodic_return, _ in envs.ended:
+                said = f"eval_episode={len(returns)}, episodic_return={episodic_return:.2f}"
+                bar.clear()
+                print(said, flush=True)
+                returns.append(episodic_return)
+                steps = 0
+            if steps > 100_000:
+                hint = """--env-kwargs '{"max_episode_steps": 1000}'"""
+                fail(f"100,000 steps, no end: whole episodes need max_episode_steps, {hint}")
     print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
 
@@ -497,12 +1019,78 @@ def compile_step(agent: Agent, args: Args):
     except Exception as error:  # whatever a missing, old or broken compiler raises
         print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
         return minibatch_step
-    for tensor in agent.adam.values() if args.cudagraphs else ():  # which change these in place
-        torch._dynamo.mark_static_address(tensor, guard=False)
-    # the shapes and types of an agent do not change, but for the number of rows: no guards
-    options["guard_filter_fn"] = lambda guards: [False] * len(guards)
+    if args.cudagraphs:  # which change these in place
+        for tensor in agent.adam.values():
+            torch._dynamo.mark_static_address(tensor, guard=False)
+    # Shapes and types of an agent do not change, but for the number of rows; so only the fields of
+    # Args are watched: it is compiled again when one changes.
+    options["guard_filter_fn"] = lambda guards: [
+        re.match(r"(L\[')?args\b", guard.name) is not None for guard in guards
+    ]
     torch.compiler.config.dynamic_sources = "L['rows']"
-    return torch.compile(minibatch_step, fullgraph=True, options=options)
+    return following(torch.compile(minibatch_step, fullgraph=True, options=options), args)
+
+
+def following(step, args: Args):
+    """A compiled step that follows schedules: a number of Args that is not what it was at first is
+    given as a tensor, as the learning rate is, so that it is compiled again once and no more."""
+    first = dict(vars(args))
+    last, given = first, args
+
+    def follow(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
+        nonlocal last, given
+        if vars(args) != last:
+            last, given = dict(vars(args)), copy.copy(args)
+            for name, value in last.items():
+                if isinstance(first.get(name), float) and value != first[name]:
+                    number = torch.tensor(float(value), device=learning_rate.device)
+                    setattr(given, name, number)
+        return step(agent, adam, batch, rows, learning_rate, given)
+
+    return follow
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """The list of the signals that have come. The first ends training after its iteration, the next
+    acts at once. Outside the main thread, which alone may handle signals, none is caught."""
+    stop = []
+
+    def handler(number, frame):
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        os.write(2, b"\nstopping after this iteration\n")
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in SIGNALS if main}
+    try:
+        yield stop
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def restore(agent: Agent, checkpoint: dict, folder: Path):
+    """Set the optimizer and the random numbers to what the checkpoint has."""
+    try:
+        for name, tensor in agent.adam.items():
+            value = checkpoint["adam"][name]
+            if value.shape != tensor.shape:
+                raise ValueError(f"{name} has shape {tuple(value.shape)}")
+            tensor.data.copy_(value)
+        agent.rng.bit_generator.state = checkpoint["rng"]
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        fail(f"{folder}: its checkpoint does not fit: {error!r}")
+
+
+def check_finite(iteration: int, values: dict):
+    """FloatingPointError that names the first value with a NaN or an infinity."""
+    for name, x in values.items():
+        if not torch.as_tensor(x).isfinite().all():
+            raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
 
 
 def train(args: Args) -> Path:
@@ -511,65 +1099,52 @@ def train(args: Args) -> Path:
     torch.backends.cudnn.deterministic = args.torch_deterministic
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
-    envs = [Episodes(make_env(args.env_id), args, i) for i in range(args.num_envs)]
-    torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-    agent = load(args.resume, envs[0])[0] if args.resume else Agent(envs[0], args)
-    agent.adam = flat_adam(agent.to(device))
-    for name, value in checkpoint.get("adam", {}).items():
-        agent.adam[name].data.copy_(value)
-    agent.rng.bit_generator.state = checkpoint.get("rng", agent.rng.bit_generator.state)
-    for i, env in enumerate(envs):  # on resuming, the running episodes are played again
-        env.episode += checkpoint["episodes"][i] if args.resume else 0
-        env.reset()
-        for action in checkpoint["actions"][i].numpy() if args.resume else ():
-            env.step(action)
-    step = compile_step(agent, args)
-    run = Run(args, checkpoint)
-    run.bar.write(f"{args.env_id} on {device}, {args.num_iterations} iterations, in {run.folder}")
-    stop, status = [], "failed"
+    with contextlib.closing(make_envs(args, args.num_envs, checkpoint)) as envs:
+        torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
+        agent = load(args.resume, envs)[0] if args.resume else Agent(envs, args)
+        agent.adam = flat_adam(agent.to(device))
+        if args.resume:
+            restore(agent, checkpoint, args.resume)
+        step = compile_step(agent, args)
+        with stop_signals() as stop, Run(args, checkpoint) as run:
+            how = f"{args.env_id} on {device}, {args.num_iterations} iterations"
+            run.bar.write(f"{how}, in {run.folder}")
+            save(run, agent, envs)
+            while run.iteration < args.num_iterations and not stop:
+                remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
+                learning_rate = remaining * args.learning_rate  # annealed (detail 4)
+                data = rollout(agent, envs, run, args)
+                metrics = update(agent, data, learning_rate, args, step)
+                check_finite(run.iteration, {"observations": data.obs, "rewards": data.rewards})
+                check_finite(run.iteration, metrics | agent.state_dict())
+                run.log(metrics | {"charts/learning_rate": learning_rate})
+                if run.iteration % args.checkpoint_interval == 0:
+                    save(run, agent, envs)
+            save(run, agent, envs)
+            run.status = "running" if run.iteration < args.num_iterations else "finished"
+    return finish(run, agent, stop)
 
-    def handler(number, frame):  # ends training after this iteration; the next signal acts at once
-        stop.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        os.write(2, b"\nstopping after this iteration\n")
 
-    signals = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)}
-    before = {number: signal.signal(number, handler) for number in signals}
-    try:
-        save(run, agent, envs)
-        while run.iteration < args.num_iterations and not stop:
-            remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
-            learning_rate = remaining * args.learning_rate  # annealed (detail 4)
-            data = rollout(agent, envs, run, args)
-            metrics = update(agent, data, learning_rate, args, step)
-            checked = {"observations": data.obs, "rewards": data.rewards} | metrics
-            for name, x in (checked | agent.state_dict()).items():
-                if not torch.as_tensor(x).isfinite().all():
-                    raise FloatingPointError(f"iteration {run.iteration}: {name} is not finite")
-            run.log(metrics | {"charts/learning_rate": learning_rate})
-            if run.iteration % args.checkpoint_interval == 0:
-                save(run, agent, envs)
-        save(run, agent, envs)
-        status = "running" if run.iteration < args.num_iterations else "finished"
-    finally:
-        for log in (run.bar, run.writer, run.csv):
-            log.close()
-        final = run.write_json(status)
-        for number, old in before.items():
-            signal.signal(number, old)
+def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
+    """Say how to go on or to play; play and record, if that is wanted."""
     script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
-    folder += f" --env-id {args.env_id}" if ":" in args.env_id else ""  # it must be given again
-    if status == "running":
+    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
+        folder += f" --env-id {run.args.env_id}"
+    if run.status == "running":
         print(f"go on with: {script} --resume {folder}")
         raise SystemExit(128 + stop[0])
+    final = run.final_return()
     print(f"return {final} over the last 100 episodes; play: {script} --evaluate {folder}")
-    if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
-    if args.capture_video:
+    if run.args.save_model:
+        name = f"{Path(run.args.exp_name).name}.cleanrl_model"
+        torch.save(agent.state_dict(), run.folder / name)
+    if run.args.capture_video:
         evaluate(replace(run.args, evaluate=run.folder))
     return run.folder
 
 
 if __name__ == "__main__":
+    for stream in (sys.stdout, sys.stderr):  # a terminal may lack a folder's letters
+        stream.reconfigure(errors="backslashreplace")
     args = parse_args()
     evaluate(args) if args.evaluate else train(args)

@@ -23,7 +23,10 @@ CleanRL's reaches 129 on Breakout, 19.8 on Pong after 10M steps (raw scores); it
 Left out on purpose: many processes (ppo_atari_multigpu.py), other environments than EnvPool's.
 """
 
+import contextlib
+import fcntl
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -31,11 +34,15 @@ import re
 import shlex
 import signal
 import sys
+import threading
 import time
+import zipfile
+from collections import deque
 from dataclasses import dataclass, replace
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -95,18 +102,33 @@ class Args:
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
-        low = {"seed": 0, "num_threads": 0, "env_threads": 0, "num_steps": 4}
+        low = {"seed": 0, "num_threads": 0, "env_threads": 0, "minibatch_size": 2}
         high = {"gamma": 1, "gae_lambda": 1, "num_minibatches": self.num_envs}
-        for name, value in vars(self).items():
-            least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
-            if type(value) in (int, float) and not least <= value <= most:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
-        if self.resume and (self.run_dir or self.evaluate):
-            raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
+        check(self, low, high)
+
+
+def check(args, low: dict, high: dict):
+    """ValueError for a value of another type than its field's, for a number out of bounds (by
+    default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
+    for name, hint in get_type_hints(type(args)).items():
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        kinds = get_args(hint) or (hint,)
+        if not isinstance(value, kinds) and not (float in kinds and isinstance(value, int)):
+            raise ValueError(f"{flag} {value!r}: not of type {hint}")
+        if type(value) in (int, float):
+            least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
+            if not least <= value <= most:
+                raise ValueError(f"{flag} {value}: not in {least} ... {most}")
+    if not args.exp_name:
+        raise ValueError("--exp-name '': a name is wanted")
+    if args.resume and (args.run_dir or args.evaluate):
+        raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
     def given(resume: Path | None = None, evaluate: Path | None = None):
         return resume or evaluate
@@ -116,9 +138,14 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
     if args.resume and (args.env_id, args.num_envs) != (saved.env_id, saved.num_envs):
         fail(f"{args.resume} goes on with its {saved.num_envs} environments of {saved.env_id}")
-    for package in ["moviepy"] * args.capture_video + ["wandb"] * args.track + ["envpool"]:
-        if importlib.util.find_spec(package) is None:
-            fail(f"{package} is not installed: pip install {package}")
+    if importlib.util.find_spec("envpool") is None:
+        fail("envpool is not installed: pip install envpool")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("--track: wandb is not installed: pip install wandb")
+    if args.capture_video:  # what is missing is better known before training
+        if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
+            fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
+        drawn_envs(args).close()
     return args
 
 
@@ -157,21 +184,30 @@ class Envs:
         more |= {"episodic_life": True, "reward_clip": True, "repeat_action_probability": sticky}
         more |= {"num_envs": len(numbers), "num_threads": min(threads, len(numbers))}
         self.vector = envpool.make(name, env_type="gymnasium", seed=seeds, stack_num=1, **more)
+        self.action_space = self.vector.action_space
         self.obs = self.vector.reset()[0]  # [N, 1, 84, 84], bytes
-        # [N], the last step ended an episode; obs is an episode's first
-        self.over, self.first = np.zeros(len(numbers), bool), torch.ones(len(numbers), dtype=bool)
-        # [N], whether the game ended just now; its raw score and its steps so far
-        self.ended, self.scores, self.lengths = self.over, *np.zeros((2, len(numbers)))
+        self.over = np.zeros(len(numbers), bool)  # [N], the last step ended an episode
+        self.first = torch.ones(len(numbers), dtype=bool)  # [N], obs is an episode's first
+        self.scores = np.zeros(len(numbers))  # [N], of the game so far, raw
+        self.lengths = np.zeros(len(numbers), int)
+        self.ended = []  # (environment, score, length) of each game that the last step ended
 
     def step(self, actions: np.ndarray):
         """Take actions [N]: clipped rewards, terminated, truncated [N]."""
-        self.scores[self.ended] = self.lengths[self.ended] = 0
+        self.first = torch.as_tensor(self.over)
         self.lengths += ~self.over
         self.obs, rewards, terminated, truncated, info = self.vector.step(actions)
-        self.first, self.over = torch.as_tensor(self.over), terminated | truncated
-        self.ended = info["terminated"].astype(bool) | truncated
+        self.over = terminated | truncated
         self.scores += info["reward"]  # neither clipped nor cut at a lost life
+        games = info["terminated"].astype(bool) | truncated  # not those that lost a life
+        episodes = zip(self.scores.tolist(), self.lengths.tolist(), strict=True)
+        self.ended = [(i, *both) for i, both in enumerate(episodes) if games[i]]
+        self.scores[games] = 0.0
+        self.lengths[games] = 0
         return rewards, terminated, truncated
+
+    def close(self):
+        self.vector.close()
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -299,16 +335,17 @@ class Batch(NamedTuple):
     values: torch.Tensor  # [M], before the update
 
 
-def ppo_loss(agent: Agent, batch: Batch, args: Args):
-    """The clipped objective (Schulman et al. 2017, eq. 9), and what is logged of it."""
+def ppo_loss(agent, args: Args, batch: Batch):
+    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch, and what is logged of
+    it."""
     # states, too, as the parameters now make them (LSTM detail 5)
     _, *outputs, _ = agent(batch.obs, batch.state, batch.first, batch.actions)
     logprob, entropy, value = (x[batch.rows] for x in outputs)
     logratio = logprob - batch.logprobs
     ratio = logratio.exp()
 
-    advantages = batch.advantages  # normalized per minibatch (detail 7)
-    if args.norm_adv:
+    advantages = batch.advantages
+    if args.norm_adv:  # per minibatch (detail 7)
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     # clipped surrogate (detail 8)
     clipped = ratio.clamp(1.0 - args.clip_coef, 1.0 + args.clip_coef)
@@ -316,11 +353,11 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args):
 
     error = (value - batch.returns).square()
     if args.clip_vloss:  # value clipping (detail 9)
-        near = batch.values + (value - batch.values).clamp(-args.clip_coef, args.clip_coef)
-        error = torch.max(error, (near - batch.returns).square())
+        change = (value - batch.values).clamp(-args.clip_coef, args.clip_coef)
+        error = torch.max(error, (batch.values + change - batch.returns).square())
     value_loss = 0.5 * error.mean()
 
-    entropy = entropy.mean()  # whose bonus encourages exploration (detail 10)
+    entropy = entropy.mean()  # a bonus on it encourages exploration (detail 10)
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
     metrics = {"value_loss": value_loss, "policy_loss": policy_loss, "entropy": entropy}
@@ -331,34 +368,44 @@ def ppo_loss(agent: Agent, batch: Batch, args: Args):
 def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, args: Args):
     """One iteration of learning from a rollout; returns the metrics, averaged over minibatches."""
     numbers = data.rewards, data.values.cpu().double().numpy(), data.terminated, data.truncated
-    advantages = gae(*numbers, args.gamma, args.gae_lambda)  # detail 5
-    advantages, values = torch.tensor(advantages).to(data.values), data.values[:-1]
+    advantages = torch.tensor(gae(*numbers, args.gamma, args.gae_lambda))  # detail 5
+    values = data.values[:-1]
+    advantages = advantages.to(values)
+    returns = advantages + values
     shown = data.first, data.obs, data.actions
-    learned = data.logprobs, advantages, advantages + values, values
-    rng, steps = np.random.default_rng((args.seed, iteration, 1)), []  # metrics of each step
+    learned = data.logprobs, advantages, returns, values
+    steps = []  # metrics of each step
+    rng = np.random.default_rng((args.seed, iteration, 1))
     agent.adam.param_groups[0]["lr"] = learning_rate
     for _ in range(args.update_epochs):
+        epoch = []
         # every environment once an epoch, with all its rows (detail 6, LSTM detail 4)
         for which in np.array_split(rng.permutation(args.num_envs), args.num_minibatches):
             rows = torch.as_tensor(np.flatnonzero(data.valid[:, which]), device=values.device)
-            inputs = (x[:, which].flatten(0, 1) for x in shown)
-            targets = (x[:, which].flatten(0, 1)[rows] for x in learned)
+            if len(rows) < 2:  # advantages of fewer can't be normalized
+                continue
+            inputs = [x[:, which].flatten(0, 1) for x in shown]
+            targets = [x[:, which].flatten(0, 1)[rows] for x in learned]
             minibatch = Batch(data.state[:, which], *inputs, rows, *targets)
-            loss, metrics = ppo_loss(agent, minibatch, args)
+            loss, metrics = ppo_loss(agent, args, minibatch)
             agent.adam.zero_grad()
             loss.backward()
             # over all parameters (detail 11)
             metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
             agent.adam.step()
-            steps.append(torch.stack([*metrics.values()]).detach())
-        approx_kl = torch.stack(steps[-args.num_minibatches :])[:, [*metrics].index("approx_kl")]
+            epoch.append(torch.stack([*metrics.values()]).detach())
+        if not epoch:  # nothing to learn from
+            return {}
+        steps += epoch
+        approx_kl = torch.stack(epoch)[:, [*metrics].index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
     means = torch.stack(steps).mean(dim=0).tolist()
-    residual, targets = advantages[data.valid], (advantages + values)[data.valid]
-    unexplained = residual.var(correction=0) / targets.var(correction=0).clamp(min=1e-12)
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
-    return metrics | {"losses/explained_variance": 1.0 - unexplained.item()}
+    error = advantages[data.valid].var(correction=0)  # of R - V
+    scale = returns[data.valid].var(correction=0)  # of R
+    metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
+    return metrics
 
 
 # --- rollout --------------------------------------------------------------------------------------
@@ -368,65 +415,109 @@ def rollout(agent: Agent, envs: Envs, state: torch.Tensor, run: "Run", args: Arg
     (detail 1), with the LSTM's state there: a Rollout, and the state where this one stopped."""
     T, N, device = args.num_steps, args.num_envs, state.device
     obs = torch.empty((T, *envs.obs.shape), dtype=torch.uint8, device=device)
-    rewards, (terminated, truncated, valid) = np.zeros((T, N)), np.zeros((3, T, N), bool)
-    logprobs, actions, values, first, kept = [], [], [], torch.zeros((T, N), dtype=bool), state
-    log = np.zeros((4, T, N))  # valid; whether a game ended, its score, its length
+    first = torch.zeros((T, N), dtype=bool)
+    rewards = np.zeros((T, N))
+    terminated = np.zeros((T, N), bool)
+    truncated = np.zeros((T, N), bool)
+    over = np.zeros((T, N), bool)  # rows after an episode's end
+    logprobs, actions, values = [], [], []
+    before = state
     # Gumbel noise, whose argmax is a sample of the policy
     rng = np.random.default_rng((args.seed, run.iteration, 0))
     noise = rng.gumbel(size=(T, N, len(agent.actor.bias)))
     noise = torch.as_tensor(noise, dtype=torch.float32, device=device)
     for t in range(T):
         obs[t] = torch.as_tensor(envs.obs)
-        first[t], valid[t] = envs.first, ~envs.over
+        first[t] = envs.first
+        over[t] = envs.over
         policy, value, state = agent.policy(obs[t], state, first[t])
         action = (policy + noise[t]).argmax(dim=-1)
         logprobs.append(policy.gather(-1, action.unsqueeze(-1)).squeeze(-1))
         actions.append(action)
         values.append(value)
         rewards[t], terminated[t], truncated[t] = envs.step(action.cpu().numpy())
-        log[:, t] = valid[t], envs.ended, envs.scores, envs.lengths
+        run.global_step += N - int(np.count_nonzero(over[t]))
+        if envs.ended:
+            run.log_episodes(envs.ended)
     values.append(agent.get_value(torch.as_tensor(envs.obs, device=device), state, envs.first))
-    steps = run.global_step + log[0].sum(axis=1).cumsum()
-    for t, i in np.argwhere(log[1]):
-        run.log_episode(int(steps[t]), log[2, t, i], int(log[3, t, i]))
-    run.global_step = int(steps[-1])
     actions, logprobs, values = (torch.stack(x) for x in (actions, logprobs, values))
-    played = kept, first, obs, actions, logprobs, values, rewards, terminated, truncated, valid
-    return Rollout(*played), state
+    acted = before, first, obs, actions, logprobs, values
+    return Rollout(*acted, rewards, terminated, truncated, ~over), state
 
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's folder, its logs and its counters."""
+    """A run's folder, its logs and its counters. While this is open, the folder is its alone."""
 
     def __init__(self, args: Args, checkpoint: dict):
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        self.folder = args.resume or args.run_dir or Path("runs") / name
+        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
+        self.global_step, self.iteration, seconds, rows = checkpoint.get("counters", (0, 0, 0.0, 0))
+        self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
+        self.start = time.monotonic() - seconds
+        self.status = "failed"  # until training has ended well
+        self.new = not args.resume
+        self.folder = args.resume or args.run_dir
+        try:
+            self.folder = self.folder or new_folder(args)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            refuse_links(self.folder)
+            path = self.folder / "episodes.csv"
+            self.csv = open(path, "a", buffering=1)  # noqa: SIM115
+            fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"{self.folder}: another process trains in this folder")
+        except OSError as error:
+            fail(f"{self.folder}: {error}")
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {self.folder} goes on with it")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        # what was logged after the checkpoint goes: it will be logged again
+        known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
+        self.csv.truncate(len(b"".join(known)))
+        self.rows = len(known) - 1
+        if not known:
+            self.csv.write("global_step,seconds,return,length\n")
+            self.rows = 0
+        self.wandb = None
         if args.track:
             import wandb  # before the writer, which it follows
 
             project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **project)
-        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
-        self.global_step, self.iteration, seconds, size = checkpoint.get("counters", (0, 0, 0.0, 0))
-        self.start = time.monotonic() - seconds
-        # what was logged after the checkpoint goes: it will be logged again
+            more = {"config": vars(self.args), "sync_tensorboard": True}
+            more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one, however often resumed
+            self.wandb = wandb.init(name=self.folder.name, **project, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
-        self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
-        self.csv.truncate(self.csv.seek(min(size, self.csv.tell())))
-        if self.csv.tell() == 0:
-            self.csv.write("global_step,seconds,return,length\n")
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
-    def log_episode(self, step: int, episodic_return: float, length: int):
-        self.csv.write(f"{step},{time.monotonic() - self.start:.2f},{episodic_return},{length}\n")
-        self.writer.add_scalar("charts/episodic_return", episodic_return, step)
-        self.writer.add_scalar("charts/episodic_length", length, step)
-        self.bar.write(f"global_step={step}, episodic_return={episodic_return:.4f}")
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        self.bar.close()
+        self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
+        self.write_json(self.status)
+        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
+            for pattern in ("run.json", "checkpoint.pt", "episodes.csv", "events.out.tfevents.*"):
+                for path in self.folder.glob(pattern):
+                    path.unlink()
+            with contextlib.suppress(OSError):  # something else is in the folder
+                self.folder.rmdir()
+        self.csv.close()
+
+    def log_episodes(self, ended: list[tuple[int, float, int]]):
+        """Log the (environment, return, length) of the episodes that one step has ended: a row
+        each, and for TensorBoard, which has one value a step, their mean."""
+        for _, episodic_return, length in ended:
+            seconds = time.monotonic() - self.start
+            self.csv.write(f"{self.global_step},{seconds:.2f},{episodic_return},{length}\n")
+            self.bar.write(f"global_step={self.global_step}, episodic_return={episodic_return:.4f}")
+            self.returns.append(episodic_return)
+        self.rows += len(ended)
+        _, returns, lengths = zip(*ended, strict=True)
+        self.writer.add_scalar("charts/episodic_return", np.mean(returns), self.global_step)
+        self.writer.add_scalar("charts/episodic_length", np.mean(lengths), self.global_step)
 
     def log(self, metrics: dict[str, float]):
         self.iteration += 1
@@ -435,36 +526,72 @@ class Run:
         for tag, value in metrics.items():
             self.writer.add_scalar(tag, value, self.global_step)
 
-    def write_json(self, status: str) -> float | None:
-        """Write run.json; returns the mean return of the last 100 training episodes."""
-        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
-        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
+    def final_return(self) -> float | None:
+        """The mean return of the last 100 training episodes, if there is one."""
+        mean = float(np.mean(self.returns)) if self.returns else math.nan
+        return mean if math.isfinite(mean) else None
+
+    def write_json(self, status: str):
         versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
         content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
         content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
-        content |= {"wall_seconds": round(time.monotonic() - self.start, 2), "final_return": final}
+        content["wall_seconds"] = round(time.monotonic() - self.start, 2)
+        content["final_return"] = self.final_return()
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
-        return final
+
+
+def new_folder(args: Args) -> Path:
+    """A new folder below runs/, of this run alone: two that start in one second get two."""
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    for k in itertools.count(1):
+        folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+
+
+def refuse_links(folder: Path):
+    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            fail(f"{path} is a link: a run writes into its own folder alone")
 
 
 def save(run: Run, agent: Agent):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    state = {"args": vars(run.args), "agent": agent.state_dict()}
+    state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
     state["optimizer"] = agent.adam.state_dict()
-    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.csv.tell()
+    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.rows
+    state |= {"returns": list(run.returns), "wandb": run.wandb and run.wandb.id}
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
 
 def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
+    content, path = {}, Path(folder) / "checkpoint.pt"
     try:
-        content = torch.load(Path(folder) / "checkpoint.pt", map_location="cpu", weights_only=True)
+        if not path.is_file():
+            raise FileNotFoundError(path.name)
+        with zipfile.ZipFile(path) as file:
+            if file.testzip():
+                raise ValueError("it is damaged")
+        content = torch.load(path, map_location="cpu", weights_only=True)
         args = Args(**content["args"])
+        step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
+        content["counters"] = int(step), int(iteration), float(seconds), int(rows)
+        content["returns"] = [float(x) for x in content.get("returns", ())]
+        content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none yet
+        if not all(number >= 0 for number in numbers):
+            raise ValueError(f"its counters are {numbers}")
     except Exception as error:  # damage shows in many ways
-        fail(f"{folder}: no checkpoint.pt that can be read: {error!r}")
-    args.env_id = args.env_id.split(":")[-1]  # a module's code runs if the command line names it
+        maker = f", made by {content['script']}" if "script" in content else ""
+        fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
+    module, _, name = args.env_id.rpartition(":")
+    if module != "envpool":  # a module's code runs if the command line names it
+        args.env_id = name
     return content | {"args": args}
 
 
@@ -472,37 +599,69 @@ def load(folder: Path, envs=None) -> tuple[Agent, Args]:
     """The agent saved in a run's folder, for `envs` or a new one of its id, and its arguments."""
     checkpoint = load_checkpoint(folder)
     args = checkpoint["args"]
-    agent = Agent(envs or Envs(args, slice(0, 1)).vector, args)
+    made = envs or Envs(args, slice(0, 1))
+    agent = Agent(made, args)
+    if envs is None:
+        made.close()
     try:
         agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         fail(f"{folder}: its agent does not fit the environment: {error}")
     return agent, args
+
+
+def drawn_envs(args: Args) -> Envs:
+    """One game whose frames can be drawn; one clear line if they can't."""
+    try:
+        envs = Envs(args, slice(0, 1), render_mode="rgb_array")
+        envs.vector.render(env_ids=[0])
+    except Exception as error:  # whatever EnvPool raises
+        fail(f"--capture-video: {args.env_id} can't be drawn: {error!r}")
+    return envs
 
 
 def evaluate(args: Args) -> list[float]:
     """Play `eval_episodes` games greedily with the agent saved in `args.evaluate`; print each score
     and, with `capture_video`, record them into its videos/. Writes nothing else."""
     torch.set_num_threads(args.num_threads or 1)
-    more = {"render_mode": "rgb_array"} if args.capture_video else {}
-    envs = Envs(replace(args, seed=episode_seed(args.seed, 2**31)), slice(0, 1), **more)
-    (agent, _), returns = load(args.evaluate, envs.vector), []
-    state = agent.initial_state(1)
-    for episode in range(args.eval_episodes):
-        frames = []
-        while not (frames and envs.ended[0]):
+    played, videos = replace(args, seed=episode_seed(args.seed, 2**31)), args.evaluate / "videos"
+    if args.capture_video:
+        refuse_links(args.evaluate)
+        envs = drawn_envs(played)
+        print(f"videos: {videos}")
+    else:
+        envs = Envs(played, slice(0, 1))
+    returns, frames = [], []
+    steps = 0  # of the game so far
+    with contextlib.closing(envs):
+        agent, _ = load(args.evaluate, envs)
+        state = agent.initial_state(1)
+        while len(returns) < args.eval_episodes:
             state[:, envs.first] = 0.0  # where training cleared it
             envs.step(agent.act(envs.obs, state=state))
-            frames.append(envs.vector.render(env_ids=[0])[0] if args.capture_video else None)
-        returns.append(float(envs.scores[0]))
-        print(f"eval_episode={episode}, episodic_return={returns[-1]:.2f}", flush=True)
-        if args.capture_video:
-            from gymnasium.utils.save_video import save_video
-
-            more = {"fps": 15, "episode_index": episode, "save_logger": None}
-            save_video(frames, str(args.evaluate / "videos"), lambda _: True, **more)
+            steps += 1
+            if args.capture_video:
+                frames.append(envs.vector.render(env_ids=[0])[0])
+            for _, episodic_return, _ in envs.ended:
+                said = f"eval_episode={len(returns)}, episodic_return={episodic_return:.2f}"
+                print(said, flush=True)
+                if args.capture_video:
+                    save_frames(frames, videos, len(returns))
+                returns.append(episodic_return)
+                frames = []
+                steps = 0
+            if steps > 100_000:
+                fail("100,000 steps, and the game has no end")
     print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
+
+
+def save_frames(frames: list[np.ndarray], folder: Path, episode: int, **more):
+    """Write frames [H, W, 3] of an episode as a video into a folder."""
+    from gymnasium.utils.save_video import save_video
+
+    options = {"fps": 15, "episode_index": episode, "save_logger": None}
+    save_video(frames, str(folder), lambda _: True, **options, **more)
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -517,6 +676,51 @@ def compile_hidden(agent: Agent) -> str:
     return "compiled"
 
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """The list of the signals that have come. The first ends training after its iteration, the next
+    acts at once. Outside the main thread, which alone may handle signals, none is caught."""
+    stop = []
+
+    def handler(number, frame):
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        os.write(2, b"\nstopping after this iteration\n")
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in SIGNALS if main}
+    try:
+        yield stop
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def restore(agent: Agent, checkpoint: dict, folder: Path):
+    """Set the agent and its optimizer to what the checkpoint has."""
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+        groups = agent.adam.state_dict()["param_groups"]
+        saved = checkpoint["optimizer"]["state"]
+        agent.adam.load_state_dict({"state": saved, "param_groups": groups})
+        for parameter, state in agent.adam.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if state[name].shape != parameter.shape:
+                    raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        fail(f"{folder}: its checkpoint does not fit: {error!r}")
+
+
+def check_finite(iteration: int, values: dict):
+    """FloatingPointError that names the first value with a NaN or an infinity."""
+    for name, x in values.items():
+        if not torch.as_tensor(x).isfinite().all():
+            raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
+
+
 def train(args: Args) -> Path:
     """Train, or go on training; returns the run's folder."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -524,54 +728,49 @@ def train(args: Args) -> Path:
     torch.backends.cudnn.deterministic = args.torch_deterministic
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
-    envs = Envs(args, slice(None), checkpoint.get("counters", (0, 0))[1], args.env_threads or cores)
-    torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-    agent = Agent(envs.vector, args).to(device)
-    agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # (detail 3)
-    if args.resume:
-        agent.load_state_dict(checkpoint["agent"])
-        agent.adam.load_state_dict(checkpoint["optimizer"])
-    how = f"{device}, {compile_hidden(agent) if args.compile else 'eager'}"
-    run, state = Run(args, checkpoint), agent.initial_state(args.num_envs)
-    run.bar.write(f"{args.env_id} on {how}, {args.num_iterations} iterations, in {run.folder}")
-    stop, status = [], "failed"
+    _, start, *_ = checkpoint.get("counters", (0, 0))
+    envs = Envs(args, slice(None), start, args.env_threads or cores)
+    with contextlib.closing(envs):
+        torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
+        agent = Agent(envs, args).to(device)
+        agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # (detail 3)
+        if args.resume:
+            restore(agent, checkpoint, args.resume)
+        how = f"{device}, {compile_hidden(agent) if args.compile else 'eager'}"
+        state = agent.initial_state(args.num_envs)
+        with stop_signals() as stop, Run(args, checkpoint) as run:
+            how = f"{args.env_id} on {how}, {args.num_iterations} iterations"
+            run.bar.write(f"{how}, in {run.folder}")
+            save(run, agent)
+            while run.iteration < args.num_iterations and not stop:
+                remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
+                learning_rate = remaining * args.learning_rate  # annealed (detail 4)
+                data, state = rollout(agent, envs, state, run, args)
+                metrics = update(agent, data, run.iteration, learning_rate, args)
+                check_finite(run.iteration, {"rewards": data.rewards})
+                check_finite(run.iteration, metrics | agent.state_dict())
+                run.log(metrics | {"charts/learning_rate": learning_rate})
+                if run.iteration % args.checkpoint_interval == 0:
+                    save(run, agent)
+            save(run, agent)
+            run.status = "running" if run.iteration < args.num_iterations else "finished"
+    return finish(run, agent, stop)
 
-    def handler(number, frame):  # ends training after this iteration; the next signal acts at once
-        stop.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        os.write(2, b"\nstopping after this iteration\n")
 
-    signals = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)}
-    before = {number: signal.signal(number, handler) for number in signals}
-    try:
-        save(run, agent)
-        while run.iteration < args.num_iterations and not stop:
-            remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
-            learning_rate = remaining * args.learning_rate  # annealed (detail 4)
-            data, state = rollout(agent, envs, state, run, args)
-            metrics = update(agent, data, run.iteration, learning_rate, args)
-            for name, x in ({"rewards": data.rewards} | metrics | agent.state_dict()).items():
-                if not torch.as_tensor(x).isfinite().all():
-                    raise FloatingPointError(f"iteration {run.iteration}: {name} is not finite")
-            run.log(metrics | {"charts/learning_rate": learning_rate})
-            if run.iteration % args.checkpoint_interval == 0:
-                save(run, agent)
-        save(run, agent)
-        status = "running" if run.iteration < args.num_iterations else "finished"
-    finally:
-        for log in (run.bar, run.writer, run.csv):
-            log.close()
-        final = run.write_json(status)
-        for number, old in before.items():
-            signal.signal(number, old)
+def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
+    """Say how to go on or to play; play and record, if that is wanted."""
     script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
-    if status == "running":
+    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
+        folder += f" --env-id {run.args.env_id}"
+    if run.status == "running":
         print(f"go on with: {script} --resume {folder}")
         raise SystemExit(128 + stop[0])
+    final = run.final_return()
     print(f"return {final} over the last 100 episodes; play: {script} --evaluate {folder}")
-    if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
-    if args.capture_video:
+    if run.args.save_model:
+        name = f"{Path(run.args.exp_name).name}.cleanrl_model"
+        torch.save(agent.state_dict(), run.folder / name)
+    if run.args.capture_video:
         evaluate(replace(run.args, evaluate=run.folder))
     return run.folder
 

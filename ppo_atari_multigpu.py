@@ -27,7 +27,10 @@ Expect 20 on Pong-v5 and 290 on Breakout-v5 after 4M steps with the flags on its
 Flags and tags are CleanRL's. Left out on purpose: recurrence, environments but EnvPool's.
 """
 
+import contextlib
+import fcntl
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -35,10 +38,15 @@ import re
 import shlex
 import signal
 import sys
+import threading
 import time
+import zipfile
+from collections import deque
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
-from typing import Literal, NamedTuple
+from types import SimpleNamespace
+from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -110,16 +118,41 @@ class Args:
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
         low = {"seed": 0, "num_threads": 0, "env_threads": 0, "local_num_envs": 0}
         high = {"gamma": 1, "gae_lambda": 1, "num_minibatches": self.num_steps}
-        for name, value in vars(self).items():
-            least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
-            if type(value) in (int, float) and not least <= value <= most:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
+        check(self, low | {"minibatch_size": 2}, high)
         if self.evaluate and self.world_size > 1:
             raise ValueError("--evaluate plays in one process")
         if self.num_envs % self.world_size:
             raise ValueError(f"--num-envs {self.num_envs}: not the same for each process")
-        if self.resume and (self.run_dir or self.evaluate):
-            raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
+
+
+def fits(value, hint) -> bool:
+    """Whether a value is of a field's type, such as `list[int]` or `Path | None`."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is Literal:
+        return value in parts
+    if kind in (list, tuple):
+        return isinstance(value, kind) and all(isinstance(x, parts[0]) for x in value)
+    if parts:  # a choice
+        return any(fits(value, part) for part in parts)
+    return isinstance(value, hint) or (hint is float and isinstance(value, int))
+
+
+def check(args, low: dict, high: dict):
+    """ValueError for a value of another type than its field's, for a number out of bounds (by
+    default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
+    for name, hint in get_type_hints(type(args)).items():
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        if not fits(value, hint):
+            raise ValueError(f"{flag} {value!r}: not of type {hint}")
+        if type(value) in (int, float):
+            fraction = float in (hint, *get_args(hint))
+            least, most = low.get(name, 0 if fraction else 1), high.get(name, 1e18)
+            if not least <= value <= most:
+                raise ValueError(f"{flag} {value}: not in {least} ... {most}")
+    if not args.exp_name:
+        raise ValueError("--exp-name '': a name is wanted")
+    if args.resume and (args.run_dir or args.evaluate):
+        raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -135,14 +168,20 @@ def parse_args(argv: list[str] | None = None) -> Args:
     if folder and args.local_num_envs:  # there may be more or fewer processes than there were
         args = replace(args, local_num_envs=0, num_envs=saved.num_envs)
     if folder and folder == args.run_dir:
-        if '"status": "finished"' in (folder / "run.json").read_text():
+        told = folder / "run.json"
+        if told.is_file() and '"status": "finished"' in told.read_text(errors="replace"):
             fail(f"a finished run is there: --resume {folder} --total-timesteps N goes on with it")
         args = replace(args, resume=folder, run_dir=None)
     if args.resume and (args.env_id, args.num_envs) != (saved.env_id, saved.num_envs):
         fail(f"{args.resume} goes on with its {saved.num_envs} environments of {saved.env_id}")
-    for package in ["moviepy"] * args.capture_video + ["wandb"] * args.track + ["envpool"]:
-        if importlib.util.find_spec(package) is None:
-            fail(f"{package} is not installed: pip install {package}")
+    if importlib.util.find_spec("envpool") is None:
+        fail("envpool is not installed: pip install envpool")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("--track: wandb is not installed: pip install wandb")
+    if args.capture_video:  # what is missing is better known before training
+        if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
+            fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
+        drawn_envs(args).close()
     return args
 
 
@@ -183,20 +222,28 @@ class Envs:
         more |= {"episodic_life": True, "reward_clip": True, "repeat_action_probability": sticky}
         more |= {"num_envs": len(numbers), "num_threads": min(threads, len(numbers))}
         self.vector = envpool.make(name, env_type="gymnasium", seed=seeds, **more)
+        self.action_space = self.vector.action_space
         self.obs = self.vector.reset()[0]  # [N, 4, 84, 84], bytes
         self.over = np.zeros(len(numbers), bool)  # [N], the last step ended an episode
-        # [N], whether the game ended just now; its raw score and its steps so far
-        self.ended, self.scores, self.lengths = self.over, *np.zeros((2, len(numbers)))
+        self.scores = np.zeros(len(numbers))  # [N], of the game so far, raw
+        self.lengths = np.zeros(len(numbers), int)
+        self.ended = []  # (environment, score, length) of each game that the last step ended
 
     def step(self, actions: np.ndarray):
         """Take actions [N]: clipped rewards, terminated, truncated [N]."""
-        self.scores[self.ended] = self.lengths[self.ended] = 0
         self.lengths += ~self.over
         self.obs, rewards, terminated, truncated, info = self.vector.step(actions)
         self.over = terminated | truncated
-        self.ended = info["terminated"].astype(bool) | truncated
         self.scores += info["reward"]  # neither clipped nor cut at a lost life
+        games = info["terminated"].astype(bool) | truncated  # not those that lost a life
+        episodes = zip(self.scores.tolist(), self.lengths.tolist(), strict=True)
+        self.ended = [(i, *both) for i, both in enumerate(episodes) if games[i]]
+        self.scores[games] = 0.0
+        self.lengths[games] = 0
         return rewards, terminated, truncated
+
+    def close(self):
+        self.vector.close()
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -314,8 +361,8 @@ def ppo_loss(agent: Agent, batch: Batch, moments: torch.Tensor, args: Args):
     def mean(x: torch.Tensor) -> torch.Tensor:
         return (batch.weights * x).sum() / total
 
-    advantages = batch.advantages  # normalized per minibatch (detail 7)
-    if args.norm_adv:
+    advantages = batch.advantages
+    if args.norm_adv:  # per minibatch (detail 7)
         advantages = (advantages - centre) / (deviation + 1e-8)
     # clipped surrogate (detail 8)
     clipped = ratio.clamp(1.0 - args.clip_coef, 1.0 + args.clip_coef)
@@ -323,11 +370,11 @@ def ppo_loss(agent: Agent, batch: Batch, moments: torch.Tensor, args: Args):
 
     error = (value - batch.returns).square()
     if args.clip_vloss:  # value clipping (detail 9)
-        near = batch.values + (value - batch.values).clamp(-args.clip_coef, args.clip_coef)
-        error = torch.max(error, (near - batch.returns).square())
+        change = (value - batch.values).clamp(-args.clip_coef, args.clip_coef)
+        error = torch.max(error, (batch.values + change - batch.returns).square())
     value_loss = 0.5 * mean(error)
 
-    entropy = mean(entropy)  # whose bonus encourages exploration (detail 10)
+    entropy = mean(entropy)  # a bonus on it encourages exploration (detail 10)
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
     old_approx_kl, approx_kl = -mean(logratio), mean(ratio - 1.0 - logratio)
@@ -335,18 +382,34 @@ def ppo_loss(agent: Agent, batch: Batch, moments: torch.Tensor, args: Args):
     return loss, (value_loss, policy_loss, entropy, old_approx_kl, approx_kl, clipfrac)
 
 
+def trained(agent: Agent) -> dict[str, nn.Parameter]:
+    """The parameters that learn; frozen ones, without `requires_grad`, do not."""
+    return {name: p for name, p in agent.named_parameters() if p.requires_grad}
+
+
 def flat_adam(agent: Agent) -> torch.optim.Adam:
-    """Adam (Kingma & Ba 2015, algorithm 1; eps 1e-5: detail 3) over all parameters as one vector
-    [P]. The agent's become views of it: one tensor to add up, clip and step, not many."""
-    agent.vector = nn.utils.parameters_to_vector(agent.parameters()).detach()
-    nn.utils.vector_to_parameters(agent.vector, agent.parameters())
+    """Adam (Kingma & Ba 2015, algorithm 1; eps 1e-5: detail 3) over all trained parameters as one
+    vector [P]. The agent's become views of it: one tensor to add up, clip and step, not many."""
+    agent.vector = nn.utils.parameters_to_vector(trained(agent).values()).detach()
+    nn.utils.vector_to_parameters(agent.vector, trained(agent).values())
     return torch.optim.Adam([agent.vector], eps=1e-5, fused=True)
+
+
+def check_views(agent: Agent):
+    """RuntimeError if the parameters that learn are not those of the vector any more: some were
+    frozen, thawed or replaced after `flat_adam`, and the optimizer would not follow."""
+    place, vector = 0, agent.vector
+    for name, p in agent.named_parameters():
+        inside = p.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
+        if inside != p.requires_grad or (inside and p.storage_offset() != place):
+            raise RuntimeError(f"{name} was frozen, thawed or replaced after flat_adam")
+        place += p.numel() if inside else 0
 
 
 def minibatch_grad(agent: Agent, minibatch: Batch, moments: torch.Tensor, args: Args):
     """This process's share of the gradient [P], followed by that of the METRICS [6]."""
     loss, metrics = ppo_loss(agent, minibatch, moments, args)
-    grads = torch.autograd.grad(loss, list(agent.parameters()))
+    grads = torch.autograd.grad(loss, list(trained(agent).values()))
     return torch.cat([*(grad.flatten() for grad in grads), torch.stack(metrics).detach()])
 
 
@@ -375,6 +438,7 @@ def advantage_moments(batch: Batch, rows: list[torch.Tensor]) -> torch.Tensor:
 
 def update(agent, data: Rollout, iteration: int, rate: float, args: Args, gradient=minibatch_grad):
     """One iteration of learning from a rollout; returns the metrics, averaged over minibatches."""
+    check_views(agent)
     numbers = data.rewards, data.values.cpu().double().numpy(), data.terminated, data.truncated
     advantages = gae(*numbers, args.gamma, args.gae_lambda)  # detail 5
     advantages, weights = (torch.tensor(x).to(data.values) for x in (advantages, data.valid))
@@ -382,18 +446,26 @@ def update(agent, data: Rollout, iteration: int, rate: float, args: Args, gradie
     fields = data.obs, data.actions, data.logprobs, advantages, advantages + values, values, weights
     batch = Batch(*(x.flatten(0, 1) for x in fields))  # B = T * N
 
-    epochs, metrics = minibatch_rows(iteration, own_envs(args), args, values.device), []
-    moments = iter(advantage_moments(batch, [rows for epoch in epochs for rows in epoch]))
+    epochs = minibatch_rows(iteration, own_envs(args), args, values.device)
+    moments = advantage_moments(batch, [rows for epoch in epochs for rows in epoch])
+    moments = moments.view(args.update_epochs, args.num_minibatches, 3)
+    counts = moments[..., 2].tolist()
+    metrics = []  # of each step
     agent.adam.param_groups[0]["lr"] = torch.tensor(rate, device=values.device)
-    for epoch in epochs:
-        for rows in epoch:
-            shares = gradient(agent, Batch(*(x[rows] for x in batch)), next(moments), args)
+    for k, epoch in enumerate(epochs):
+        for j, rows in enumerate(epoch):
+            if counts[k][j] < 2:  # advantages of fewer can't be normalized
+                continue
+            shares = gradient(agent, Batch(*(x[rows] for x in batch)), moments[k, j], args)
             grad, share = world_sum(shares).tensor_split([len(agent.vector)])
             norm = grad.norm(keepdim=True)  # over all parameters (detail 11)
             agent.vector.grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             agent.adam.step()
             metrics.append(torch.cat([share, norm]))
-        approx_kl = torch.stack(metrics[-args.num_minibatches :])[:, METRICS.index("approx_kl")]
+        learned = sum(count >= 2 for count in counts[k])  # minibatches of this epoch
+        if learned == 0:
+            return {}
+        approx_kl = torch.stack(metrics[-learned:])[:, METRICS.index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
     means = torch.stack(metrics).mean(dim=0).tolist()
@@ -412,7 +484,10 @@ def rollout(agent: Agent, envs: Envs, run: "Run", args: Args) -> Rollout:
     (detail 1)."""
     T, N, which, device = args.num_steps, len(envs.obs), own_envs(args), agent.vector.device
     obs = torch.empty((T, N, 84, 84, 4), dtype=torch.uint8, device=device).permute(0, 1, 4, 2, 3)
-    rewards, (terminated, truncated, valid) = np.zeros((T, N)), np.zeros((3, T, N), bool)
+    rewards = np.zeros((T, N))
+    terminated = np.zeros((T, N), bool)
+    truncated = np.zeros((T, N), bool)
+    valid = np.zeros((T, N), bool)
     logprobs, actions, values = [], [], []
     log = np.zeros((4, T, args.num_envs))  # valid; whether a game ended, its score, its length
     # Gumbel noise, whose argmax is a sample of the policy; drawn for all environments, wherever
@@ -428,89 +503,175 @@ def rollout(agent: Agent, envs: Envs, run: "Run", args: Args) -> Rollout:
         actions.append(action)
         values.append(value.clone())  # the next replay of a CUDA graph overwrites it
         rewards[t], terminated[t], truncated[t] = envs.step(action.cpu().numpy())
-        log[:, t, which] = valid[t], envs.ended, envs.scores, envs.lengths
+        log[0, t, which] = valid[t]
+        for i, score, length in envs.ended:
+            log[1:, t, which.start + i] = 1.0, score, length
     values.append(agent.get_value(torch.as_tensor(envs.obs, device=device)))
     log = world_sum(torch.as_tensor(log, device=device)).cpu().numpy()  # everyone's
-    steps = run.global_step + log[0].sum(axis=1).cumsum()
-    for t, i in np.argwhere(log[1]) if RANK == 0 else ():
-        run.log_episode(int(steps[t]), log[2, t, i], int(log[3, t, i]))
-    run.global_step = int(steps[-1])
+    for counted, ended, scores, lengths in log.swapaxes(0, 1):
+        run.global_step += int(counted.sum())
+        games = np.flatnonzero(ended).tolist()
+        if games and RANK == 0:
+            run.log_episodes([(i, float(scores[i]), int(lengths[i])) for i in games])
     actions, logprobs, values = (torch.stack(x) for x in (actions, logprobs, values))
     return Rollout(obs, actions, logprobs, values, rewards, terminated, truncated, valid)
 
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's counters, its folder and, in rank 0, its logs."""
+    """A run's counters and, in rank 0, its folder and its logs. While this is open, the folder is
+    its alone."""
 
     def __init__(self, args: Args, checkpoint: dict):
-        self.global_step, self.iteration, seconds, size = checkpoint.get("counters", (0, 0, 0.0, 0))
+        # folders may move, and processes may be more or fewer
+        self.args = replace(args, run_dir=None, resume=None, evaluate=None, local_num_envs=0)
+        self.global_step, self.iteration, seconds, rows = checkpoint.get("counters", (0, 0, 0.0, 0))
+        self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
         self.start = time.monotonic() - seconds
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        self.folder = args.resume or args.run_dir or Path("runs") / name
+        self.status = "failed"  # until training has ended well
+        self.new = not args.resume
+        self.folder = args.resume or args.run_dir
         if RANK > 0:
             return
+        try:
+            self.folder = self.folder or new_folder(args)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            refuse_links(self.folder)
+            path = self.folder / "episodes.csv"
+            self.csv = open(path, "a", buffering=1)  # noqa: SIM115
+            fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"{self.folder}: another process trains in this folder")
+        except OSError as error:
+            fail(f"{self.folder}: {error}")
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {self.folder} goes on with it")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        # what was logged after the checkpoint goes: it will be logged again
+        known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
+        self.csv.truncate(len(b"".join(known)))
+        self.rows = len(known) - 1
+        if not known:
+            self.csv.write("global_step,seconds,return,length\n")
+            self.rows = 0
+        self.wandb = None
         if args.track:
             import wandb  # before the writer, which it follows
 
-            more = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **more)
-        # folders may move, and processes may be more or fewer
-        self.args = replace(args, run_dir=None, resume=None, evaluate=None, local_num_envs=0)
-        # what was logged after the checkpoint goes: it will be logged again
+            project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            more = {"config": vars(self.args), "sync_tensorboard": True}
+            more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one, however often resumed
+            self.wandb = wandb.init(name=self.folder.name, **project, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
-        self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
-        self.csv.truncate(self.csv.seek(min(size, self.csv.tell())))
-        if self.csv.tell() == 0:
-            self.csv.write("global_step,seconds,return,length\n")
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
-    def log_episode(self, step: int, episodic_return: float, length: int):
-        self.csv.write(f"{step},{time.monotonic() - self.start:.2f},{episodic_return},{length}\n")
-        self.writer.add_scalar("charts/episodic_return", episodic_return, step)
-        self.writer.add_scalar("charts/episodic_length", length, step)
-        self.bar.write(f"global_step={step}, episodic_return={episodic_return:.4f}")
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        if RANK > 0:
+            return
+        self.bar.close()
+        self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
+        self.write_json(self.status)
+        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
+            for pattern in ("run.json", "checkpoint.pt", "episodes.csv", "events.out.tfevents.*"):
+                for path in self.folder.glob(pattern):
+                    path.unlink()
+            with contextlib.suppress(OSError):  # something else is in the folder
+                self.folder.rmdir()
+        self.csv.close()
+
+    def log_episodes(self, ended: list[tuple[int, float, int]]):
+        """Log the (environment, return, length) of the episodes that one step has ended: a row
+        each, and for TensorBoard, which has one value a step, their mean."""
+        for _, episodic_return, length in ended:
+            seconds = time.monotonic() - self.start
+            self.csv.write(f"{self.global_step},{seconds:.2f},{episodic_return},{length}\n")
+            self.bar.write(f"global_step={self.global_step}, episodic_return={episodic_return:.4f}")
+            self.returns.append(episodic_return)
+        self.rows += len(ended)
+        _, returns, lengths = zip(*ended, strict=True)
+        self.writer.add_scalar("charts/episodic_return", np.mean(returns), self.global_step)
+        self.writer.add_scalar("charts/episodic_length", np.mean(lengths), self.global_step)
 
     def log(self, metrics: dict[str, float]):
+        self.iteration += 1
+        if RANK > 0:
+            return
         self.bar.update(self.global_step - self.bar.n)
         metrics["charts/SPS"] = int(self.global_step / (time.monotonic() - self.start))
         for tag, value in metrics.items():
             self.writer.add_scalar(tag, value, self.global_step)
 
-    def write_json(self, status: str) -> float | None:
-        """Write run.json; returns the mean return of the last 100 training episodes."""
-        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
-        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
+    def final_return(self) -> float | None:
+        """The mean return of the last 100 training episodes, if there is one."""
+        mean = float(np.mean(self.returns)) if self.returns else math.nan
+        return mean if math.isfinite(mean) else None
+
+    def write_json(self, status: str):
         versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
         content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
         content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
-        content |= {"wall_seconds": round(time.monotonic() - self.start, 2), "final_return": final}
+        content["wall_seconds"] = round(time.monotonic() - self.start, 2)
+        content["final_return"] = self.final_return()
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
-        return final
+
+
+def new_folder(args: Args) -> Path:
+    """A new folder below runs/, of this run alone: two that start in one second get two."""
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    for k in itertools.count(1):
+        folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+
+
+def refuse_links(folder: Path):
+    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            fail(f"{path} is a link: a run writes into its own folder alone")
 
 
 def save(run: Run, agent: Agent):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    state = {"args": vars(run.args), "agent": agent.state_dict()}
+    state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
     state["optimizer"] = agent.adam.state_dict()
-    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.csv.tell()
+    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.rows
+    state |= {"returns": list(run.returns), "wandb": run.wandb and run.wandb.id}
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
 
 def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
+    content, path = {}, Path(folder) / "checkpoint.pt"
     try:
-        content = torch.load(Path(folder) / "checkpoint.pt", map_location="cpu", weights_only=True)
+        if not path.is_file():
+            raise FileNotFoundError(path.name)
+        with zipfile.ZipFile(path) as file:
+            if file.testzip():
+                raise ValueError("it is damaged")
+        content = torch.load(path, map_location="cpu", weights_only=True)
         args = Args(**content["args"])
+        step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
+        content["counters"] = int(step), int(iteration), float(seconds), int(rows)
+        content["returns"] = [float(x) for x in content.get("returns", ())]
+        content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none yet
+        if not all(number >= 0 for number in numbers):
+            raise ValueError(f"its counters are {numbers}")
     except Exception as error:  # damage shows in many ways
-        fail(f"{folder}: no checkpoint.pt that can be read: {error!r}")
-    args.env_id = args.env_id.split(":")[-1]  # a module's code runs if the command line names it
+        maker = f", made by {content['script']}" if "script" in content else ""
+        fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
+    module, _, name = args.env_id.rpartition(":")
+    if module != "envpool":  # a module's code runs if the command line names it
+        args.env_id = name
     return content | {"args": args}
 
 
@@ -518,35 +679,67 @@ def load(folder: Path, envs=None) -> tuple[Agent, Args]:
     """The agent saved in a run's folder, for `envs` or a new one of its id, and its arguments."""
     checkpoint = load_checkpoint(folder)
     args = checkpoint["args"]
-    agent = Agent(envs or Envs(args, slice(0, 1)).vector, args)
+    made = envs or Envs(args, slice(0, 1))
+    agent = Agent(made, args)
+    if envs is None:
+        made.close()
     try:
         agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         fail(f"{folder}: its agent does not fit the environment: {error}")
     return agent, args
+
+
+def drawn_envs(args: Args) -> Envs:
+    """One game whose frames can be drawn; one clear line if they can't."""
+    try:
+        envs = Envs(args, slice(0, 1), render_mode="rgb_array")
+        envs.vector.render(env_ids=[0])
+    except Exception as error:  # whatever EnvPool raises
+        fail(f"--capture-video: {args.env_id} can't be drawn: {error!r}")
+    return envs
 
 
 def evaluate(args: Args) -> list[float]:
     """Play `eval_episodes` games greedily with the agent saved in `args.evaluate`; print each score
     and, with `capture_video`, record them into its videos/. Writes nothing else."""
     torch.set_num_threads(args.num_threads or 1)
-    more = {"render_mode": "rgb_array"} if args.capture_video else {}
-    envs = Envs(replace(args, seed=episode_seed(args.seed, 2**31)), slice(0, 1), **more)
-    (agent, _), returns = load(args.evaluate, envs.vector), []
-    for episode in range(args.eval_episodes):
-        frames = []
-        while not (frames and envs.ended[0]):
+    played, videos = replace(args, seed=episode_seed(args.seed, 2**31)), args.evaluate / "videos"
+    if args.capture_video:
+        refuse_links(args.evaluate)
+        envs = drawn_envs(played)
+        print(f"videos: {videos}")
+    else:
+        envs = Envs(played, slice(0, 1))
+    returns, frames = [], []
+    steps = 0  # of the game so far
+    with contextlib.closing(envs):
+        agent, _ = load(args.evaluate, envs)
+        while len(returns) < args.eval_episodes:
             envs.step(agent.act(envs.obs))
-            frames.append(envs.vector.render(env_ids=[0])[0] if args.capture_video else None)
-        returns.append(float(envs.scores[0]))
-        print(f"eval_episode={episode}, episodic_return={returns[-1]:.2f}", flush=True)
-        if args.capture_video:
-            from gymnasium.utils.save_video import save_video
-
-            more = {"fps": 15, "episode_index": episode, "save_logger": None}
-            save_video(frames, str(args.evaluate / "videos"), lambda _: True, **more)
+            steps += 1
+            if args.capture_video:
+                frames.append(envs.vector.render(env_ids=[0])[0])
+            for _, episodic_return, _ in envs.ended:
+                said = f"eval_episode={len(returns)}, episodic_return={episodic_return:.2f}"
+                print(said, flush=True)
+                if args.capture_video:
+                    save_frames(frames, videos, len(returns))
+                returns.append(episodic_return)
+                frames = []
+                steps = 0
+            if steps > 100_000:
+                fail("100,000 steps, and the game has no end")
     print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
+
+
+def save_frames(frames: list[np.ndarray], folder: Path, episode: int, **more):
+    """Write frames [H, W, 3] of an episode as a video into a folder."""
+    from gymnasium.utils.save_video import save_video
+
+    options = {"fps": 15, "episode_index": episode, "save_logger": None}
+    save_video(frames, str(folder), lambda _: True, **options, **more)
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -605,6 +798,7 @@ def compile_grad(agent: Agent, args: Args):
         return minibatch_grad
     options = {"triton.cudagraphs": args.cudagraphs}
     try:
+        torch.compiler.reset()  # of another agent in this process
         torch._dynamo.config.trace_autograd_ops = True
         torch.compile(lambda x: x + 1, options=options)(agent.vector)
     except Exception as error:  # whatever a missing or broken compiler raises
@@ -612,11 +806,79 @@ def compile_grad(agent: Agent, args: Args):
             print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
         return minibatch_grad
     agent.policy = torch.compile(agent.policy, fullgraph=True, options=options)
-    return torch.compile(minibatch_grad, fullgraph=True, options=options)
+    compiled = torch.compile(minibatch_grad, fullgraph=True, options=options)
+    seen, given = None, None
+
+    def gradient(agent: Agent, minibatch: Batch, moments: torch.Tensor, args: Args):
+        nonlocal seen, given
+        if seen != vars(args):
+            seen, given = dict(vars(args)), followed(args, moments.device)
+        return compiled(agent, minibatch, moments, given)
+
+    return gradient
 
 
-def train(args: Args | None) -> Path:
-    """Train, or go on training; returns the run's folder. Arguments are rank 0's."""
+def followed(args: Args, device: torch.device) -> SimpleNamespace:
+    """Args with tensors for fractions, whose values compiled code reads anew. Of numbers (torch
+    2.13) it follows one change, and no more."""
+    fractions = {name: x for name, x in vars(args).items() if type(x) is float}
+    tensors = {
+        name: torch.tensor(x, dtype=torch.float64, device=device) for name, x in fractions.items()
+    }
+    return SimpleNamespace(**vars(args) | tensors)
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """The list of the signals that have come. The first ends training after its iteration, the next
+    acts at once, except under torchrun, which passes on what its processes have got already.
+    Outside the main thread, which alone may handle signals, none is caught."""
+    stop = []
+
+    def handler(number, frame):
+        stop.append(number)
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            signal.signal(number, signal.SIG_DFL)
+        if RANK == 0:
+            os.write(2, b"\nstopping after this iteration\n")
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in SIGNALS if main}
+    try:
+        yield stop
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def restore(agent: Agent, checkpoint: dict, folder: Path):
+    """Set the agent and its optimizer to what the checkpoint has."""
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+        groups = agent.adam.state_dict()["param_groups"]
+        saved = checkpoint["optimizer"]["state"]
+        agent.adam.load_state_dict({"state": saved, "param_groups": groups})
+        for parameter, state in agent.adam.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if state[name].shape != parameter.shape:
+                    raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        fail(f"{folder}: its checkpoint does not fit: {error!r}")
+
+
+def check_finite(iteration: int, values: dict):
+    """FloatingPointError that names the first value with a NaN or an infinity."""
+    for name, x in values.items():
+        if not torch.as_tensor(x).isfinite().all():
+            raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
+
+
+def train(args: Args | None) -> Path | None:
+    """Train, or go on training; returns the run's folder, if rank 0 did not name it alone.
+    Arguments are rank 0's."""
     args, device, threads = join(args)
     told = [load_checkpoint(args.resume) if args.resume and RANK == 0 else {}]
     if args.world_size > 1:
@@ -624,71 +886,58 @@ def train(args: Args | None) -> Path:
     (checkpoint,) = told
     torch.set_num_threads(args.num_threads or threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    envs = Envs(
-        args, own_envs(args), checkpoint.get("counters", (0, 0))[1], args.env_threads or threads
-    )
-    torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-    agent = Agent(envs.vector, args).to(device)
-    agent.adam = flat_adam(agent)
-    if args.resume:
-        agent.load_state_dict(checkpoint["agent"])
-        agent.adam.load_state_dict(checkpoint["optimizer"])
-    if args.world_size > 1:
-        dist.broadcast(agent.vector, src=0)
-    gradient = compile_grad(agent, args)
-    run = Run(args, checkpoint)
-    if RANK == 0:
-        how = f"{device}, {'eager' if gradient is minibatch_grad else 'compiled'}"
-        how += f", iterations {run.iteration} to {args.num_iterations}, in {run.folder}"
-        run.bar.write(f"{args.env_id} on {args.world_size} x {how}")
-        save(run, agent)
-    stop, stopped, status = [], False, "failed"
-
-    def handler(number, frame):  # ends training after this iteration; the next signal acts at once,
-        stop.append(number)  # except that torchrun passes on what its processes have got already
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
-            signal.signal(number, signal.SIG_DFL)
-        os.write(2, b"\nstopping after this iteration\n" if RANK == 0 else b"")
-
-    signals = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)}
-    before = {number: signal.signal(number, handler) for number in signals}
-    try:
-        while run.iteration < args.num_iterations and not stopped:
-            remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
-            learning_rate = remaining * args.learning_rate  # annealed (detail 4)
-            data = rollout(agent, envs, run, args)
-            metrics = update(agent, data, run.iteration, learning_rate, args, gradient)
-            for name, x in ({"rewards": data.rewards} | metrics | agent.state_dict()).items():
-                if not torch.as_tensor(x).isfinite().all():
-                    raise FloatingPointError(f"iteration {run.iteration}: {name} is not finite")
-            run.iteration += 1
+    _, start, *_ = checkpoint.get("counters", (0, 0))
+    envs = Envs(args, own_envs(args), start, args.env_threads or threads)
+    with contextlib.closing(envs):
+        torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
+        agent = Agent(envs, args).to(device)
+        agent.adam = flat_adam(agent)
+        if args.resume:
+            restore(agent, checkpoint, args.resume)
+        if args.world_size > 1:
+            dist.broadcast(agent.vector, src=0)
+        gradient = compile_grad(agent, args)
+        with stop_signals() as stop, Run(args, checkpoint) as run:
             if RANK == 0:
+                how = f"{device}, {'eager' if gradient is minibatch_grad else 'compiled'}"
+                how += f", iterations {run.iteration} to {args.num_iterations}, in {run.folder}"
+                run.bar.write(f"{args.env_id} on {args.world_size} x {how}")
+                save(run, agent)
+            stopped = False
+            while run.iteration < args.num_iterations and not stopped:
+                remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
+                learning_rate = remaining * args.learning_rate  # annealed (detail 4)
+                data = rollout(agent, envs, run, args)
+                metrics = update(agent, data, run.iteration, learning_rate, args, gradient)
+                check_finite(run.iteration, {"rewards": data.rewards})
+                check_finite(run.iteration, metrics | agent.state_dict())
                 run.log(metrics | {"charts/learning_rate": learning_rate})
-                if run.iteration % args.checkpoint_interval == 0:
+                if RANK == 0 and run.iteration % args.checkpoint_interval == 0:
                     save(run, agent)
-            stopped = world_sum(torch.tensor(len(stop), device=device))  # everyone's
-        if RANK == 0:
-            save(run, agent)
-        status = "running" if run.iteration < args.num_iterations else "finished"
-    finally:
-        for log in (run.bar, run.writer, run.csv) if RANK == 0 else ():
-            log.close()
-        final = run.write_json(status) if RANK == 0 else None
-        for number, old in before.items():
-            signal.signal(number, old)
+                stopped = world_sum(torch.tensor(len(stop), device=device))  # everyone's
+            if RANK == 0:
+                save(run, agent)
+            run.status = "running" if run.iteration < args.num_iterations else "finished"
     if args.world_size > 1:
         dist.destroy_process_group()
+    return finish(run, agent, stop)
+
+
+def finish(run: Run, agent: Agent, stop: list[int]) -> Path | None:
+    """Say how to go on or to play; play and record, if that is wanted."""
     script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
-    if status == "running":
+    if run.status == "running":
         if RANK == 0:
             print(f"go on with: {script} --resume {folder}")
-        raise SystemExit(128 + (stop or [signal.SIGTERM])[0])
+        raise SystemExit(128 + (stop or [signal.SIGTERM])[0])  # or another process was stopped
     if RANK > 0:
         return run.folder
+    final = run.final_return()
     print(f"return {final} over the last 100 episodes; play: {script} --evaluate {folder}")
-    if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
-    if args.capture_video:
+    if run.args.save_model:
+        name = f"{Path(run.args.exp_name).name}.cleanrl_model"
+        torch.save(agent.state_dict(), run.folder / name)
+    if run.args.capture_video:
         evaluate(replace(run.args, evaluate=run.folder))
     return run.folder
 

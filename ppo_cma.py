@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.7,<2.14", "gymnasium[mujoco]>=1.1,<2", "mujoco>=3.13,<4", "numpy",
+# dependencies = ["torch>=2.7,<2.14", "gymnasium[mujoco]>=1.1,<2", "mujoco>=3.3,<4", "numpy",
 #                 "tensorboard", "tqdm", "tyro>=1.0.17"]
 # ///
 """PPO-CMA: Proximal Policy Optimization with Covariance Matrix Adaptation, in one file.
@@ -19,6 +19,7 @@ direction of progress, as in CMA-ES: that prevents PPO's early loss of explorati
 a negative advantage at `a` a positive one on the other side of the mean.
 
     python ppo_cma.py --env-id Humanoid-v4                   # train, 10M steps
+    python ppo_cma.py --num-envs 4 --env-workers 2           # on two cores
     python ppo_cma.py --resume runs/RUN                      # go on where it stopped
     python ppo_cma.py --evaluate runs/RUN --capture-video    # play the mean action
 
@@ -27,17 +28,31 @@ others). Tune `--iter-steps` (N): 4k for toys, 8k for planar robots, 32k for 3-D
 Left out on purpose: discrete or unbounded actions, gradient clipping, bootstrapping at time limits.
 """
 
+import atexit
+import contextlib
+import copy
+import fcntl
 import importlib.util
+import io
+import itertools
 import json
 import math
+import multiprocessing
 import os
+import random
+import re
 import shlex
 import signal
 import sys
+import threading
 import time
+import traceback
+import zipfile
+from collections import deque
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -70,11 +85,15 @@ class Args:
     eval_episodes: int = 10  # episodes played by --evaluate
     checkpoint_interval: int = 10  # iterations between checkpoints
 
-    # Algorithm
+    # Environments
     env_id: Annotated[str, arg(aliases=["--env-name"])] = "Humanoid-v4"  # with a finite action Box
-    total_timesteps: Annotated[int, arg(aliases=["--max-steps"])] = 10_000_000  # in whole episodes
+    env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
+    env_workers: int = 0  # processes that step the environments; 0: this one
     num_envs: int = 1  # environments played side by side; their whole episodes are pooled
     action_repeat: int = 2  # steps for which an action is held; their rewards are summed
+
+    # Algorithm
+    total_timesteps: Annotated[int, arg(aliases=["--max-steps"])] = 10_000_000  # in whole episodes
     mode: Annotated[str, arg(aliases=["-m"])] = "ppo-cma-m"  # or ppo-cma, ppo, pg, pg-pos
     iter_steps: int = 32_000  # N: environment steps per iteration, rounded up to whole episodes
     minibatch_size: Annotated[int, arg(aliases=["--batch-size"])] = 512  # M: in decisions
@@ -90,19 +109,42 @@ class Args:
     def __post_init__(self):
         """A ValueError, which tyro shows, for what can't be meant."""
         self.mode = self.mode.lower().replace("_", "-")  # the original's spelling, too
-        low, high = {"seed": 0, "n_updates": 2}, {"gamma": 1, "gae_lambda": 1}
-        for name, value in vars(self).items():
-            least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
-            if type(value) in (int, float) and not least <= value <= most:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
+        low = {"seed": 0, "n_updates": 2, "env_workers": 0}
+        check(self, low, {"gamma": 1, "gae_lambda": 1, "env_workers": max(self.num_envs, 0)})
         if self.mode not in MODES:
             raise ValueError(f"--mode {self.mode}: not one of {', '.join(MODES)}")
-        if self.resume and (self.run_dir or self.evaluate):
-            raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
+        if self.env_id.startswith("envpool:"):
+            raise ValueError(f"--env-id {self.env_id}: EnvPool's play no whole episodes")
+
+
+def check(args, low: dict, high: dict):
+    """ValueError for a value of another type than its field's, for a number out of bounds (by
+    default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
+    for name, hint in get_type_hints(type(args)).items():
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        kinds = get_args(hint) or (hint,)  # types or, of a Literal, its values
+        types = tuple(kind for kind in kinds if isinstance(kind, type))
+        whole = float in kinds and isinstance(value, int)
+        if not (isinstance(value, types) or value in kinds or whole):
+            raise ValueError(f"{flag} {value!r}: not of type {hint}")
+        if type(value) in (int, float):
+            least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
+            if not least <= value <= most:
+                raise ValueError(f"{flag} {value}: not in {least} ... {most}")
+    if not args.exp_name:
+        raise ValueError("--exp-name '': a name is wanted")
+    try:
+        dict(**json.loads(args.env_kwargs))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"--env-kwargs {args.env_kwargs}: no JSON object: {error}") from None
+    if args.resume and (args.run_dir or args.evaluate):
+        raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
     def given(resume: Path | None = None, evaluate: Path | None = None):
         return resume or evaluate
@@ -112,9 +154,12 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
     if args.resume and args.num_envs != saved.num_envs:
         fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
-    for package in ["moviepy"] * args.capture_video + ["wandb"] * args.track:
-        if importlib.util.find_spec(package) is None:
-            fail(f"{package} is not installed: pip install {package}")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("--track: wandb is not installed: pip install wandb")
+    if args.capture_video:  # what is missing is better known before training
+        if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
+            fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
+        drawn_env(args).close()
     return args
 
 
@@ -128,18 +173,54 @@ def fail(message: str):
 def make_env(env_id: str, **options) -> gym.Env:
     """A gymnasium environment with flat observations; one clear line if there is no such thing."""
     gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
+    module = "shimmy:" if env_id.startswith("dm_control/") else ""
     try:
-        module = "shimmy:" if env_id.startswith("dm_control/") else ""
-        env = gym.make(f"{module}{env_id}", disable_env_checker=True, **options)
-    except (gym.error.Error, ImportError, NotImplementedError) as error:
-        fail(f"--env-id {env_id}: {error} (your own: module:Id; Atari: ppo_atari_multigpu.py)")
-    space, actions = env.observation_space, env.action_space
-    pixels = space.dtype == np.uint8 and len(space.shape) > 1
-    flat = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1 and actions.is_bounded()
-    if pixels or not space.is_np_flattenable or not flat:
-        hint = "a vector and a flat, finite Box wanted; choices: ppo.py"
-        fail(f"--env-id {env_id}: {space}, {actions}: {hint}; pixels: ppo_atari_multigpu.py")
+        env = gym.make(f"{module}{env_id}", **{"disable_env_checker": True} | options)
+        check_spaces(env_id, env.observation_space, env.action_space)
+    except Exception as error:  # whatever gymnasium or the environment's own code raises
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        what = repr(error) if str(error) else f"{error!r}: {place.line}"
+        hint = f"raised in {place.filename}, line {place.lineno}; your own: module:Id; "
+        fail(f"--env-id {env_id}: {what}, {hint}its arguments: --env-kwargs")
+    space = env.observation_space
     return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
+
+
+VECTORS = (
+    gym.spaces.Box,
+    gym.spaces.Discrete,
+    gym.spaces.MultiDiscrete,
+    gym.spaces.MultiBinary,
+)  # flattened, these are numbers, always as many
+
+
+def leaves(space: gym.Space) -> list[gym.Space]:
+    """The spaces that a Dict or Tuple, perhaps a nested one, is made of; of any other, itself."""
+    if not isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
+        return [space]
+    parts = space.values() if isinstance(space, gym.spaces.Dict) else space
+    return [leaf for part in parts for leaf in leaves(part)]
+
+
+def can_act(actions: gym.Space) -> bool:
+    """Whether actions are a finite box, no side of which is too short or long to be squared."""
+    if not isinstance(actions, gym.spaces.Box) or not actions.is_bounded():
+        return False
+    with np.errstate(over="ignore"):
+        sides = np.float32(actions.high) - np.float32(actions.low)
+    return bool(((sides > 1e-6) & (sides < 1e6)).all())
+
+
+def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
+    """One clear line if the spaces are none that this script learns with."""
+    pixels = any(leaf.dtype == np.uint8 and len(leaf.shape) > 1 for leaf in leaves(space))
+    vector = all(isinstance(leaf, VECTORS) for leaf in leaves(space)) and not pixels
+    if not vector or gym.spaces.flatdim(space) > 20_000:
+        hint = "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py"
+        fail(f"--env-id {env_id}: {space}: {hint}")
+    if not can_act(actions):
+        hint = "a finite Box of actions is wanted, its sides from 1e-6 to 1e6; choices: ppo.py"
+        fail(f"--env-id {env_id}: {actions}: {hint}")
 
 
 def episode_seed(*key: int) -> int:
@@ -147,31 +228,210 @@ def episode_seed(*key: int) -> int:
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
-class Episodes(gym.Wrapper):
-    """Seeded episodes, each begun when it is asked for; an action is held for some steps."""
+def seed_others(seed: int):
+    """Seed what only careless environments draw from; all others have their own `np_random`."""
+    random.seed(seed)
+    np.random.seed(seed)
 
-    def __init__(self, env: gym.Env, args: Args, index: int):
-        super().__init__(env)
-        self.args, self.index, self.episode, self.over = args, index, -1, True
 
-    def reset(self, **kwargs):
-        self.episode, self.over, self.rewards = self.episode + 1, False, []
-        obs, info = self.env.reset(seed=episode_seed(self.args.seed, self.index, self.episode))
-        self.obs = np.array(obs, np.float32)
-        return self.obs, info
+def to_env(box: gym.spaces.Box, actions: np.ndarray) -> np.ndarray:
+    """Actions [N, A], which are in the box, in its shape and type; rounded, if it has only whole
+    numbers."""
+    shaped = actions.reshape(-1, *box.shape)
+    if box.dtype.kind in "iu":
+        shaped = np.rint(shaped)
+    return shaped.astype(box.dtype, copy=False)
 
-    def step(self, action: np.ndarray):
-        """Hold an action [A] for `action_repeat` steps or to the end; their rewards are summed."""
-        total, last = 0.0, len(self.rewards) + self.args.action_repeat
-        while len(self.rewards) < last and not self.over:
-            obs, reward, terminated, truncated, info = self.env.step(action.copy())
-            self.rewards.append(float(np.asarray(reward).item()))  # from any shape or type
-            total += self.rewards[-1]
-            self.over = bool(terminated or truncated)
-        self.obs = np.array(obs, np.float32)
-        if len(self.rewards) > 100_000 and not self.over:
-            raise TimeoutError("100,000 steps, no end: whole episodes need max_episode_steps")
-        return self.obs, total, bool(terminated), bool(truncated), info
+
+class Envs:
+    """N environments in this process, stepped one after the other. Every episode has its own seed.
+
+    Whole episodes are played: the step of an environment whose episode is over ignores its action
+    and begins the next one, with reward 0.
+    """
+
+    def __init__(self, envs: list[gym.Env], args: Args, numbers=(0,), played=None):
+        self.envs, self.args, self.numbers = envs, args, list(numbers)
+        self.observation_space = envs[0].observation_space
+        self.action_space = envs[0].action_space
+        self.episodes = [episode for episode, _ in played or [(-1, ())] * len(envs)]
+        self.rewards = [[] for _ in envs]
+        self.obs = np.zeros((len(envs), *self.observation_space.shape), np.float32)  # [N, D]
+        self.over = np.ones(len(envs), bool)  # [N], no episode is running
+        self.lengths = np.zeros(len(envs), int)  # [N], steps of the episode so far
+        self.ended = []  # (environment, return, length) of each episode that the last step ended
+
+    def reset(self, i: int):
+        """Begin the next episode of an environment."""
+        self.episodes[i] += 1
+        self.rewards[i] = []
+        self.over[i], self.lengths[i] = False, 0
+        seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
+        seed_others(seed)
+        obs, _ = self.envs[i].reset(seed=seed)
+        self.obs[i] = np.reshape(obs, self.observation_space.shape)
+
+    def play(self, i: int, shaped: np.ndarray):
+        """Hold an action for `action_repeat` steps of an environment or to its episode's end: the
+        sum of the rewards, terminated, truncated."""
+        rewards = self.rewards[i]
+        total = 0.0
+        over = False
+        last = len(rewards) + self.args.action_repeat
+        while len(rewards) < last and not over:
+            obs, reward, terminated, truncated, _ = self.envs[i].step(shaped.copy())
+            try:
+                rewards.append(float(np.asarray(reward).item()))
+                over = bool(terminated or truncated)
+            except ValueError:  # several numbers
+                what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
+                hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
+                raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
+            total += rewards[-1]
+        self.obs[i] = np.reshape(obs, self.observation_space.shape)
+        self.over[i] = over
+        self.lengths[i] = len(rewards)
+        if len(rewards) > 100_000 and not over:
+            hint = """max_episode_steps, --env-kwargs '{"max_episode_steps": 1000}'"""
+            raise TimeoutError(f"100,000 steps, no end: whole episodes need {hint}")
+        return total, terminated, truncated
+
+    def step(self, actions: np.ndarray, going: np.ndarray):
+        """Take actions [N, A] in the environments that are `going` [N]: rewards, terminated,
+        truncated [N]."""
+        rewards = np.zeros(len(actions))
+        terminated = np.zeros(len(actions), bool)
+        truncated = np.zeros(len(actions), bool)
+        self.ended = []
+        shaped = to_env(self.action_space, actions)
+        for i in going.nonzero()[0].tolist():
+            if self.over[i]:
+                self.reset(i)
+                continue
+            rewards[i], terminated[i], truncated[i] = self.play(i, shaped[i])
+            if self.over[i]:
+                both = math.fsum(self.rewards[i]), len(self.rewards[i])
+                self.ended.append((self.numbers[i], *both))
+        return rewards, terminated, truncated
+
+    def shown(self) -> dict[str, np.ndarray]:
+        """What is to be seen of the environments from outside, [N, ...] each."""
+        return {"obs": self.obs, "over": self.over, "lengths": self.lengths}
+
+    def played(self) -> list[tuple[int, np.ndarray]]:
+        """The number of each environment's last episode; no actions: between iterations none runs,
+        so that none is played again."""
+        return [(episode, np.zeros(0)) for episode in self.episodes]
+
+    def close(self):
+        for env in self.envs:
+            env.close()
+
+
+def work(pipe, args: Args, numbers: list[int], played: list | None):
+    """A worker process: some of the environments, stepped as its pipe tells, until that ends."""
+    for number in SIGNALS:  # the run decides when to stop
+        signal.signal(number, signal.SIG_IGN)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):  # one worker prints what all would
+            envs = own_envs(args, numbers, played)
+        if 0 in numbers:
+            sys.stderr.write(said.getvalue())
+        with contextlib.closing(envs):
+            result = envs.observation_space, envs.action_space
+            while True:
+                pipe.send((envs.shown(), envs.ended, result))
+                method, *given = pipe.recv()
+                result = getattr(envs, method)(*given)
+    except BaseException as error:
+        told = isinstance(error, SystemExit) and said.getvalue()
+        with contextlib.suppress(OSError):  # the run may be over
+            pipe.send(SystemExit(told) if told else RuntimeError(traceback.format_exc()))
+
+
+class WorkerEnvs:
+    """The same in processes, each with its share of the environments; the same bits."""
+
+    def __init__(self, args: Args, played: list | None):
+        self.workers = []
+        atexit.register(self.close)  # else the interpreter would wait for them
+        context = multiprocessing.get_context("spawn")
+        for numbers in np.array_split(range(args.num_envs), args.env_workers):
+            ours, theirs = context.Pipe()
+            share = [played[i] for i in numbers] if played else None
+            process = context.Process(target=work, args=(theirs, args, numbers.tolist(), share))
+            process.start()
+            theirs.close()
+            self.workers.append((process, ours, slice(numbers[0], numbers[-1] + 1)))
+        try:
+            self.observation_space, self.action_space = self.receive()[0]
+        except BaseException:
+            self.close()
+            raise
+
+    def receive(self) -> list:
+        """What each worker answers; their states are joined to this one's."""
+        replies = []
+        for process, pipe, _ in self.workers:
+            try:
+                replies.append(pipe.recv())
+            except (EOFError, ConnectionResetError):
+                process.join(1)
+                why = f"a process of --env-workers was killed (exit code {process.exitcode})"
+                raise RuntimeError(f"{why}: not enough memory?") from None
+            if isinstance(replies[-1], SystemExit):  # refused, in one line
+                sys.stderr.write(str(replies[-1]))
+                raise SystemExit(2)
+            if isinstance(replies[-1], Exception):
+                raise replies[-1]
+        shown, ended, results = zip(*replies, strict=True)
+        for name in shown[0]:  # obs, over ... [N, ...]
+            setattr(self, name, np.concatenate([part[name] for part in shown]))
+        self.ended = [*itertools.chain(*ended)]
+        return results
+
+    def call(self, method: str, *rows: np.ndarray) -> list:
+        """What a method of `Envs` gives in each worker, with its share of the rows [N, ...]."""
+        for _, pipe, share in self.workers:
+            with contextlib.suppress(BrokenPipeError):  # `receive` says why
+                pipe.send((method, *[each[share] for each in rows]))
+        return self.receive()
+
+    def step(self, *rows: np.ndarray):
+        """`Envs.step`: rewards, terminated, truncated [N]."""
+        return [np.concatenate(parts) for parts in zip(*self.call("step", *rows), strict=True)]
+
+    def played(self) -> list[tuple[int, np.ndarray]]:
+        """`Envs.played` of all."""
+        return [*itertools.chain(*self.call("played"))]
+
+    def close(self):
+        for _, pipe, _ in self.workers:
+            pipe.close()
+        for process, _, _ in self.workers:
+            process.join(5)
+            process.kill()  # if an environment does not end
+        self.workers = []
+
+
+def own_envs(args: Args, numbers, played: list | None) -> Envs:
+    options = json.loads(args.env_kwargs)
+    envs = []
+    for number in numbers:
+        seed_others(episode_seed(args.seed, number))
+        envs.append(make_env(args.env_id, **options))
+    return Envs(envs, args, numbers, played)
+
+
+def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
+    """Environments in this process or in workers, whose next episodes follow the checkpoint's."""
+    played = checkpoint["played"] if checkpoint else None
+    if checkpoint and len(played) != num_envs:
+        fail(f"{args.resume}: its checkpoint is of {len(played)} environments, not {num_envs}")
+    if args.env_workers and num_envs > 1:
+        return WorkerEnvs(args, played)
+    return own_envs(args, range(num_envs), played)
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -205,6 +465,39 @@ class MLP(nn.Module):
             bias -= self.forward(x, layer).mean(dim=0)
 
 
+@torch.no_grad()
+def mlps_as_numpy(nets: list[nn.Module], scale: torch.Tensor):
+    """The outputs of networks at scale * x, side by side, as they are now, as a function of arrays
+    x [N, D]. `MLP`s become numpy, all in one product, which is several times faster than torch for
+    the few rows of a step; any other network is called in torch."""
+    own = ["from_input", "bias", "from_first", "from_both"]
+    if any([name for name, _ in net.named_parameters()] != own for net in nets):
+        scale = scale.cpu().clone()
+        nets = [copy.deepcopy(net).cpu() for net in nets]
+
+        @torch.no_grad()
+        def called(x: np.ndarray) -> np.ndarray:
+            inputs = torch.from_numpy(x) * scale
+            return torch.cat([net(inputs) for net in nets], dim=-1).numpy()
+
+        return called
+    parameters = zip(*[net.parameters() for net in nets], strict=True)
+    from_input, bias, from_first, from_both = (torch.stack(each) for each in parameters)
+    from_input = (from_input * scale).flatten(0, 1).T
+    tensors = from_input, bias.flatten(), from_first.mT, from_both.mT
+    from_input, bias, from_first, from_both = (x.contiguous().cpu().numpy() for x in tensors)
+
+    def function(x: np.ndarray) -> np.ndarray:
+        z = (x @ from_input + bias).reshape(len(x), len(nets), 1, -1)
+        h1 = np.maximum(z[..., :128], 0.1 * z[..., :128])  # leaky ReLU
+        h2 = z[..., 128:256] + h1 @ from_first
+        h2 = np.maximum(h2, 0.1 * h2)
+        output = z[..., 256:] + np.concatenate((h1, h2), axis=-1) @ from_both
+        return output.reshape(len(x), -1)
+
+    return function
+
+
 class Agent(nn.Module):
     """All that is needed to act and to learn in environments with the observation_space and
     action_space of `env`. In a loop of your own: `act`, `memorize`, `update_with_memorized`."""
@@ -212,10 +505,13 @@ class Agent(nn.Module):
     def __init__(self, env, args: Args | None = None, pretrain: bool = True):
         super().__init__()
         self.args = args = args or Args()
-        (dim,), box = env.observation_space.shape, env.action_space
-        if not box.is_bounded():
-            raise ValueError(f"actions are {box}: PPO-CMA needs finite bounds")
-        low, high = torch.tensor(box.low).float(), torch.tensor(box.high).float()  # [A]
+        (dim,) = env.observation_space.shape
+        box = env.action_space
+        if not can_act(box):
+            raise ValueError(f"actions are {box}: PPO-CMA needs finite bounds, 1e-6 to 1e6 apart")
+        self.action_shape = box.shape
+        low = torch.tensor(box.low).float().ravel()  # [A]
+        high = torch.tensor(box.high).float().ravel()
         buffers = {"low": low, "high": high, "logvar_max": (high - low).square().log()}
         buffers |= {"logvar_min": torch.full_like(low, 0.01**2).log(), "updates": torch.tensor(0)}
         buffers |= {"initial_mean": (low + high) / 2, "initial_std": (high - low) / 2}
@@ -231,7 +527,8 @@ class Agent(nn.Module):
         # Adam leaves alone what a loss gives no gradient: it is one for each network
         self.adam = torch.optim.Adam(self.parameters(), args.learning_rate, eps=1e-8, fused=True)
         self.history = []  # of the last iterations' (obs, actions, advantages)
-        self.memory, self.running = [], {}  # finished episodes; environment -> its unfinished one
+        self.memory = []  # finished episodes
+        self.running = {}  # by environment, its unfinished one
         if pretrain:
             pretrain_policy(self)
 
@@ -254,44 +551,51 @@ class Agent(nn.Module):
         """Action [B, A] (a clipped sample unless given), its log-density [B], the entropy [B] and
         the value [B] at raw observations [B, D], `time` decisions into their episodes."""
         if action is None:
-            sample = self.act(obs.cpu().numpy(), self.noise(len(obs)))
+            sample = self.numpy_actor()(obs.float().cpu().numpy(), self.noise(len(obs)))
             action = torch.as_tensor(sample, device=obs.device)
         policy = torch.distributions.Normal(self.mean(obs), (0.5 * self.logvar(obs)).exp())
-        logprob, entropy = policy.log_prob(action).sum(-1), policy.entropy().sum(-1)
-        return action, logprob, entropy, self.critic(self.critic_inputs(obs, time)).squeeze(-1)
+        value = self.critic(self.critic_inputs(obs, time)).squeeze(-1)
+        return action, policy.log_prob(action).sum(-1), policy.entropy().sum(-1), value
 
-    @torch.no_grad()
+    def numpy_policy(self):
+        """`mean` and the deviation, as they are now, as a function of raw observations [N, D].
+        `check_actor` compares it with them once a rollout."""
+        raw = mlps_as_numpy(list(dict.fromkeys((self.mean_net, self.var_net))), self.obs_scale)
+        low = torch.cat([self.low, self.logvar_min]).cpu().numpy()
+        high = torch.cat([self.high, self.logvar_max]).cpu().numpy()
+        middle = (low + high) / 2
+        half = (high - low) / 2
+        dims = len(self.low)
+
+        def policy(obs: np.ndarray):
+            # the sigmoid between two bounds, as a tanh about their middle
+            both = middle + half * np.tanh(0.5 * raw(obs))
+            return both[:, :dims], np.exp(0.5 * both[:, dims:])
+
+        return policy
+
     def numpy_actor(self):
-        """The policy as it is now, as a function of raw observations [N, D] and noise [N, A]. Numpy
-        is several times faster than torch for the few observations of a step."""
-        nets = [net.parameters() for net in dict.fromkeys((self.mean_net, self.var_net))]  # 2 or 1
-        from_input, bias, from_first, from_both = map(torch.stack, zip(*nets, strict=True))
-        from_input = (from_input * self.obs_scale).flatten(0, 1).T  # one product for all networks
-        low, high = torch.cat([self.low, self.logvar_min]), torch.cat([self.high, self.logvar_max])
-        tensors = [from_input, bias.flatten(), from_first.mT, from_both.mT, (low + high) / 2]
-        tensors += [(high - low) / 2, self.low, self.high, self.initial_mean, self.initial_std]
-        arrays = [x.contiguous().cpu().numpy() for x in tensors]
-        from_input, bias, from_first, from_both, middle, half, low, high, *initial = arrays
-        first = not self.updates
+        """`act` by the policy as it is now, on rows [N, D] and [N, A]."""
+        policy = self.numpy_policy()
+        if not self.updates:  # the first iteration samples the initial Gaussian itself
+            initial = self.initial_mean.cpu().numpy(), self.initial_std.cpu().numpy()
+
+            def policy(obs: np.ndarray):
+                return [np.tile(x, (len(obs), 1)) for x in initial]
+
+        low, high = self.low.cpu().numpy(), self.high.cpu().numpy()
 
         def act(obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
-            z = (obs @ from_input + bias).reshape(len(obs), len(nets), 1, -1)
-            h1 = np.maximum(z[..., :128], 0.1 * z[..., :128])  # leaky ReLU
-            h2 = z[..., 128:256] + h1 @ from_first
-            h2 = np.maximum(h2, 0.1 * h2)
-            raw = z[..., 256:] + np.concatenate((h1, h2), axis=-1) @ from_both
-            # the sigmoid between two bounds, as a tanh about their middle
-            policy = middle + half * np.tanh(0.5 * raw.reshape(len(obs), -1))
-            mean, std = policy[:, : len(low)], np.exp(0.5 * policy[:, len(low) :])
-            if first:  # the first iteration samples the initial Gaussian itself
-                mean, std = np.tile(initial[0], (len(obs), 1)), initial[1]
-            return mean if noise is None else np.minimum(np.maximum(mean + std * noise, low), high)
+            mean, std = policy(obs)
+            x = mean if noise is None else mean + std * noise
+            return np.minimum(np.maximum(x, low), high)
 
         return act
 
     def act(self, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
-        """Actions [N, A] at raw observations [N, D]: means or, with `noise(N)`, clipped samples."""
-        return self.numpy_actor()(np.asarray(obs, np.float32), noise)
+        """Actions [N, ...] at raw observations [N, D]: means or, by `noise(N)`, clipped samples."""
+        actions = self.numpy_actor()(np.asarray(obs, np.float32), noise)
+        return actions.reshape(-1, *self.action_shape)
 
     def noise(self, *shape: int) -> np.ndarray:
         """Noise for `shape` actions."""
@@ -299,7 +603,8 @@ class Agent(nn.Module):
 
     def memorize(self, obs: np.ndarray, action: np.ndarray, reward: float, done: bool, env=0):
         """Store a transition; `done` ends the episode of environment `env`, for any reason."""
-        obs, action = np.array(obs, np.float32), np.array(action, np.float32)  # copies
+        obs = np.array(obs, np.float32)  # a copy
+        action = np.array(action, np.float32).ravel()
         self.running.setdefault(env, []).append((obs, action, float(np.asarray(reward).item())))
         if done:
             self.memory.append(self.running.pop(env))
@@ -321,10 +626,44 @@ class Agent(nn.Module):
 
     def load_training_state(self, state: dict):
         self.load_state_dict(state["agent"])
-        self.adam.load_state_dict(state["adam"])
+        load_adam(self.adam, state["adam"]["state"])
+        widths = self.obs_scale.shape, self.low.shape, torch.Size()
         self.history = [tuple(x.to(self.low) for x in batch) for batch in state["history"]]
+        for batch in self.history:
+            if tuple(x.shape[1:] for x in batch) != widths:
+                raise ValueError("the history is of other spaces")
         self.generator.set_state(state["generator"])
         self.rng.bit_generator.state = state["rng"]
+
+
+def load_adam(adam: torch.optim.Adam, state: dict):
+    """Set what an optimizer has gathered; its settings stay those of the code."""
+    parameters = [p for group in adam.param_groups for p in group["params"]]
+    for number, gathered in state.items():
+        for name, x in gathered.items():
+            if x.dim() and x.shape != parameters[number].shape:
+                raise ValueError(f"{name} of parameter {number} has shape {tuple(x.shape)}")
+    adam.load_state_dict(adam.state_dict() | {"state": state})
+
+
+def check_learned(agent: nn.Module, *optimizers: torch.optim.Adam):
+    """RuntimeError for a parameter that no optimizer has: it was made or replaced after them."""
+    known = {p for adam in optimizers for group in adam.param_groups for p in group["params"]}
+    for name, p in agent.named_parameters():
+        if p.requires_grad and p not in known:
+            raise RuntimeError(f"{name} is in no optimizer: it would never be learned")
+
+
+@torch.no_grad()
+def check_actor(agent: Agent, obs: np.ndarray):
+    """RuntimeError if `numpy_policy` is not the policy that learns, at observations [B, D]."""
+    given = torch.as_tensor(obs, device=agent.low.device)
+    mean, std = agent.numpy_policy()(obs)
+    learned = agent.mean(given), (0.5 * agent.logvar(given)).exp()
+    for acts, learns in zip((mean, std), learned, strict=True):
+        scale = agent.high - agent.low + learns.abs()
+        if ((torch.as_tensor(acts).to(scale) - learns).abs() > 1e-3 * scale).any():
+            raise RuntimeError("numpy_policy acts by another policy than mean and logvar learn")
 
 
 # --- algorithm ------------------------------------------------------------------------------------
@@ -424,7 +763,11 @@ def update_obs_scale(agent: Agent, obs: torch.Tensor):
 def update(agent: Agent, obs, actions, rewards, lengths) -> dict[str, float]:
     """One iteration of learning, from whole episodes of `lengths` decisions, one after the other:
     obs [B, D] raw, actions [B, A], rewards [B]."""
-    args, critic, adam, device = agent.args, agent.critic, agent.adam, agent.low.device
+    args = agent.args
+    critic = agent.critic
+    adam = agent.adam
+    device = agent.low.device
+    check_learned(agent, adam)
     time = np.concatenate([np.arange(length) for length in lengths])
     ends = np.append(time[1:] == 0, True)
     obs, actions, time = (torch.as_tensor(x, device=device) for x in (obs, actions, time))
@@ -482,56 +825,102 @@ def update(agent: Agent, obs, actions, rewards, lengths) -> dict[str, float]:
 
 
 # --- rollout --------------------------------------------------------------------------------------
-def rollout(agent: Agent, envs: list[Episodes], run: "Run", args: Args):
+def rollout(agent: Agent, envs: Envs | WorkerEnvs, run: "Run", args: Args):
     """Play whole episodes, and memorize them: new ones start until N steps are reached, then the
     running ones play to their end. To cut them off would favour short episodes."""
-    act, last, playing = agent.numpy_actor(), run.global_step + args.iter_steps, envs
-    while playing:
-        obs = np.array([env.reset()[0] if env.over else env.obs for env in playing])  # [K, D]
-        actions = act(obs, agent.noise(len(playing)))  # [K, A]
-        for k, env in enumerate(playing):
-            run.global_step -= len(env.rewards)
-            _, reward, *_ = env.step(actions[k])
-            run.global_step += len(env.rewards)
-            agent.memorize(obs[k], actions[k], reward, env.over, env.index)
-        for env in playing:
-            if env.over:
-                run.log_episode(run.global_step, math.fsum(env.rewards), len(env.rewards))
-        playing = [env for env in playing if run.global_step < last or not env.over]
+    last = run.global_step + args.iter_steps
+    act = agent.numpy_actor()
+    actions = np.zeros((len(envs.over), len(agent.low)), np.float32)  # [N, A]
+    going = np.ones(len(envs.over), bool)  # [N], where an episode is played
+    envs.step(actions, going)  # begins them
+    while playing := going.nonzero()[0].tolist():
+        obs = envs.obs[going]  # [K, D], of those that play
+        before = sum(envs.lengths.tolist())
+        actions[going] = act(obs, agent.noise(len(obs)))
+        rewards, _, _ = envs.step(actions, going)
+        run.global_step += sum(envs.lengths.tolist()) - before
+        for k, i in enumerate(playing):
+            agent.memorize(obs[k], actions[i], rewards[i], envs.over[i], i)
+        if envs.ended:
+            run.log_episodes(envs.ended)
+            going &= ~envs.over | (run.global_step < last)
+            envs.step(actions, going & envs.over)  # begins new ones
+    check_actor(agent, np.array([obs for obs, _, _ in agent.memory[-1][:8]]))
 
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's folder, its logs and its counters."""
+    """A run's folder, its logs and its counters. While this is open, the folder is its alone."""
 
     def __init__(self, args: Args, checkpoint: dict):
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        self.folder = args.resume or args.run_dir or Path("runs") / name
+        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
+        self.global_step, self.iteration, seconds, rows = checkpoint.get("counters", (0, 0, 0.0, 0))
+        self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
+        self.start = time.monotonic() - seconds
+        self.status = "failed"  # until training has ended well
+        self.new = not args.resume
+        self.folder = args.resume or args.run_dir
+        try:
+            self.folder = self.folder or new_folder(args)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            refuse_links(self.folder)
+            path = self.folder / "episodes.csv"
+            self.csv = open(path, "a", buffering=1)  # noqa: SIM115
+            fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"{self.folder}: another process trains in this folder")
+        except OSError as error:
+            fail(f"{self.folder}: {error}")
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {self.folder} goes on with it")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        # what was logged after the checkpoint goes: it will be logged again
+        known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
+        self.csv.truncate(len(b"".join(known)))
+        self.rows = len(known) - 1
+        if not known:
+            self.csv.write("global_step,seconds,return,length\n")
+            self.rows = 0
+        self.wandb = None
         if args.track:
             import wandb  # before the writer, which it follows
 
             project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **project)
-        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
-        self.global_step, self.iteration, seconds, size = checkpoint.get("counters", (0, 0, 0.0, 0))
-        self.start = time.monotonic() - seconds
-        # what was logged after the checkpoint goes: it will be logged again
+            more = {"config": vars(self.args), "sync_tensorboard": True}
+            more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one, however often resumed
+            self.wandb = wandb.init(name=self.folder.name, **project, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
-        self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
-        self.csv.truncate(self.csv.seek(min(size, self.csv.tell())))
-        if self.csv.tell() == 0:
-            self.csv.write("global_step,seconds,return,length\n")
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
-    def log_episode(self, step: int, episodic_return: float, length: int):
-        self.csv.write(f"{step},{time.monotonic() - self.start:.2f},{episodic_return},{length}\n")
-        self.writer.add_scalar("charts/episodic_return", episodic_return, step)
-        self.writer.add_scalar("charts/episodic_length", length, step)
-        self.bar.write(f"global_step={step}, episodic_return={episodic_return:.4f}")
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        self.bar.close()
+        self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
+        self.write_json(self.status)
+        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
+            for pattern in ("run.json", "checkpoint.pt", "episodes.csv", "events.out.tfevents.*"):
+                for path in self.folder.glob(pattern):
+                    path.unlink()
+            with contextlib.suppress(OSError):  # something else is in the folder
+                self.folder.rmdir()
+        self.csv.close()
+
+    def log_episodes(self, ended: list[tuple[int, float, int]]):
+        """Log the (environment, return, length) of the episodes that one step has ended: a row
+        each, and for TensorBoard, which has one value a step, their mean."""
+        for _, episodic_return, length in ended:
+            seconds = time.monotonic() - self.start
+            self.csv.write(f"{self.global_step},{seconds:.2f},{episodic_return},{length}\n")
+            self.bar.write(f"global_step={self.global_step}, episodic_return={episodic_return:.4f}")
+            self.returns.append(episodic_return)
+        self.rows += len(ended)
+        _, returns, lengths = zip(*ended, strict=True)
+        self.writer.add_scalar("charts/episodic_return", np.mean(returns), self.global_step)
+        self.writer.add_scalar("charts/episodic_length", np.mean(lengths), self.global_step)
 
     def log(self, metrics: dict[str, float]):
         self.iteration += 1
@@ -540,35 +929,72 @@ class Run:
         for tag, value in metrics.items():
             self.writer.add_scalar(tag, value, self.global_step)
 
-    def write_json(self, status: str) -> float | None:
-        """Write run.json; returns the mean return of the last 100 training episodes."""
-        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
-        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
+    def final_return(self) -> float | None:
+        """The mean return of the last 100 training episodes, if there is one."""
+        mean = float(np.mean(self.returns)) if self.returns else math.nan
+        return mean if math.isfinite(mean) else None
+
+    def write_json(self, status: str):
         versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
         content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
         content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
-        content |= {"wall_seconds": round(time.monotonic() - self.start, 2), "final_return": final}
+        content["wall_seconds"] = round(time.monotonic() - self.start, 2)
+        content["final_return"] = self.final_return()
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
-        return final
 
 
-def save(run: Run, agent: Agent, envs: list[Episodes]):
+def new_folder(args: Args) -> Path:
+    """A new folder below runs/, of this run alone: two that start in one second get two."""
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    for k in itertools.count(1):
+        folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+
+
+def refuse_links(folder: Path):
+    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            fail(f"{path} is a link: a run writes into its own folder alone")
+
+
+def save(run: Run, agent: Agent, envs):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    state = {"args": vars(run.args), "episodes": [env.episode for env in envs]}  # none is running
-    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.csv.tell()
-    torch.save(state | agent.training_state(), run.folder / "checkpoint.pt.tmp")
+    state = {"script": Path(__file__).name, "args": vars(run.args)} | agent.training_state()
+    state["played"] = [(episode, torch.tensor(x)) for episode, x in envs.played()]
+    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.rows
+    state |= {"returns": list(run.returns), "wandb": run.wandb and run.wandb.id}
+    torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
 
 def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
+    content, path = {}, Path(folder) / "checkpoint.pt"
     try:
-        content = torch.load(Path(folder) / "checkpoint.pt", map_location="cpu", weights_only=True)
+        if not path.is_file():
+            raise FileNotFoundError(path.name)
+        with zipfile.ZipFile(path) as file:
+            if file.testzip():
+                raise ValueError("it is damaged")
+        content = torch.load(path, map_location="cpu", weights_only=True)
         args = Args(**content["args"])
+        step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
+        content["counters"] = int(step), int(iteration), float(seconds), int(rows)
+        content["returns"] = [float(x) for x in content.get("returns", ())]
+        content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none yet
+        if not all(number >= 0 for number in numbers):
+            raise ValueError(f"its counters are {numbers}")
     except Exception as error:  # damage shows in many ways
-        fail(f"{folder}: no checkpoint.pt that can be read: {error!r}")
-    args.env_id = args.env_id.split(":")[-1]  # a module's code runs if the command line names it
+        maker = f", made by {content['script']}" if "script" in content else ""
+        fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
+    module, _, name = args.env_id.rpartition(":")
+    if module != "envpool":  # a module's code runs if the command line names it
+        args.env_id = name
     return content | {"args": args}
 
 
@@ -576,7 +1002,10 @@ def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]
     """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
     checkpoint = load_checkpoint(folder)
     args = args or checkpoint["args"]
-    agent = Agent(env or make_env(args.env_id), args, pretrain=False)
+    envs = env or make_envs(args, 1)
+    agent = Agent(envs, args, pretrain=False)
+    if env is None:
+        envs.close()
     try:
         agent.load_state_dict(checkpoint["agent"])
     except RuntimeError as error:
@@ -584,87 +1013,142 @@ def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]
     return agent, args
 
 
+def drawn_env(args: Args) -> gym.Env:
+    """An environment whose frames can be drawn; one clear line if they can't."""
+    if args.env_id.startswith("envpool:"):
+        fail("--capture-video: of gymnasium's environments alone, not EnvPool's")
+    if sys.platform == "linux":
+        os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
+    env = make_env(args.env_id, **json.loads(args.env_kwargs) | {"render_mode": "rgb_array"})
+    if hasattr(env.unwrapped, "mujoco_renderer"):
+        model = env.unwrapped.model
+        if model.ncam:
+            env.unwrapped.mujoco_renderer.camera_id = 0  # follows the robot
+        # without a GPU shadows, smooth edges and reflections take nine tenths of the time
+        model.vis.quality.shadowsize = 0
+        model.vis.quality.offsamples = 0
+        model.mat_reflectance[:] = 0.0
+    try:
+        env.reset(seed=0)
+        env.render()
+    except Exception as error:  # no display, or a package for drawing is missing
+        fail(f"--capture-video: {args.env_id} can't be drawn: {error!r}")
+    return env
+
+
 def evaluate(args: Args) -> list[float]:
     """Play the run in `args.evaluate` greedily; `capture_video` records it into its videos/."""
-    if args.capture_video and sys.platform == "linux":
-        os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
-    env = make_env(args.env_id, **{"render_mode": "rgb_array"} if args.capture_video else {})
-    if hasattr(env.unwrapped, "mujoco_renderer") and env.unwrapped.model.ncam:
-        env.unwrapped.mujoco_renderer.camera_id = 0  # follows the robot
     if args.capture_video:
+        refuse_links(args.evaluate)
         videos = str(args.evaluate / "videos")
-        env = gym.wrappers.RecordVideo(env, videos, lambda _: True, disable_logger=True)
-    env = Episodes(env, args, 2**31)
-    act, returns = load(args.evaluate, env)[0].numpy_actor(), []
-    for episode in range(args.eval_episodes):
-        obs, _ = env.reset()
-        while not env.over:
-            obs, *_ = env.step(act(obs[None])[0])
-        returns.append(math.fsum(env.rewards))
-        print(f"eval_episode={episode}, episodic_return={returns[-1]:.2f}", flush=True)
-    env.close()
+        env = gym.wrappers.RecordVideo(drawn_env(args), videos, lambda _: True, disable_logger=True)
+        envs = Envs([env], args, numbers=[2**31])
+        print(f"videos: {videos}")
+    else:
+        envs = own_envs(args, [2**31], None)
+    returns = []
+    bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
+    with contextlib.closing(envs), bar:
+        act = load(args.evaluate, envs)[0].numpy_actor()
+        while len(returns) < args.eval_episodes:
+            try:
+                envs.step(act(envs.obs), np.ones(1, bool))
+            except TimeoutError as error:
+                fail(str(error))
+            bar.update()
+            for _, episodic_return, _ in envs.ended:
+                said = f"eval_episode={len(returns)}, episodic_return={episodic_return:.2f}"
+                bar.clear()
+                print(said, flush=True)
+                returns.append(episodic_return)
     print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
 
 
 # --- training -------------------------------------------------------------------------------------
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """The list of the signals that have come. The first ends training after its iteration, the next
+    acts at once. Outside the main thread, which alone may handle signals, none is caught."""
+    stop = []
+
+    def handler(number, frame):
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        os.write(2, b"\nstopping after this iteration\n")
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in SIGNALS if main}
+    try:
+        yield stop
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def restore(agent: Agent, checkpoint: dict, folder: Path):
+    """Set the optimizer, the history and the random numbers to what the checkpoint has."""
+    try:
+        agent.load_training_state(checkpoint)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        fail(f"{folder}: its checkpoint does not fit: {error!r}")
+
+
+def check_finite(iteration: int, values: dict):
+    """FloatingPointError that names the first value with a NaN or an infinity."""
+    for name, x in values.items():
+        if not torch.as_tensor(x).isfinite().all():
+            raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
+
+
 def train(args: Args) -> Path:
     """Train, or go on training; returns the run's folder."""
     torch.set_num_threads(args.num_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
-    envs = [Episodes(make_env(args.env_id), args, i) for i in range(args.num_envs)]
-    torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-    agent = load(args.resume, envs[0], args)[0] if args.resume else Agent(envs[0], args)
-    agent.to(device)
-    if checkpoint:
-        agent.load_training_state(checkpoint)
-        for env, episode in zip(envs, checkpoint["episodes"], strict=True):
-            env.episode = episode
-    run = Run(args, checkpoint)
-    run.bar.write(f"{args.env_id} on {device}, {args.mode}, in {run.folder}")
-    stop, status = [], "failed"
+    with contextlib.closing(make_envs(args, args.num_envs, checkpoint)) as envs:
+        torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
+        agent = load(args.resume, envs, args)[0] if args.resume else Agent(envs, args)
+        agent.to(device)
+        if args.resume:
+            restore(agent, checkpoint, args.resume)
+        with stop_signals() as stop, Run(args, checkpoint) as run:
+            run.bar.write(f"{args.env_id} on {device}, {args.mode}, in {run.folder}")
+            save(run, agent, envs)
+            while run.global_step < args.total_timesteps and not stop:
+                remaining = 1.0 - run.global_step / args.total_timesteps if args.anneal_lr else 1.0
+                learning_rate = remaining * args.learning_rate
+                agent.adam.param_groups[0]["lr"] = learning_rate
+                rollout(agent, envs, run, args)
+                metrics = agent.update_with_memorized()
+                check_finite(run.iteration, {"observations": agent.obs_sq_mean})
+                check_finite(run.iteration, metrics | agent.state_dict())
+                run.log(metrics | {"charts/learning_rate": learning_rate})
+                if run.iteration % args.checkpoint_interval == 0:
+                    save(run, agent, envs)
+            save(run, agent, envs)
+            run.status = "running" if run.global_step < args.total_timesteps else "finished"
+    return finish(run, agent, stop)
 
-    def handler(number, frame):  # ends training after this iteration; the next signal acts at once
-        stop.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        os.write(2, b"\nstopping after this iteration\n")
 
-    signals = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)}
-    before = {number: signal.signal(number, handler) for number in signals}
-    try:
-        save(run, agent, envs)
-        while run.global_step < args.total_timesteps and not stop:
-            remaining = 1.0 - run.global_step / args.total_timesteps if args.anneal_lr else 1.0
-            learning_rate = remaining * args.learning_rate
-            agent.adam.param_groups[0]["lr"] = learning_rate
-            rollout(agent, envs, run, args)
-            metrics = agent.update_with_memorized()
-            checked = {"observations": agent.obs_sq_mean} | metrics
-            for name, x in (checked | agent.state_dict()).items():
-                if not torch.as_tensor(x).isfinite().all():
-                    raise FloatingPointError(f"iteration {run.iteration}: {name} is not finite")
-            run.log(metrics | {"charts/learning_rate": learning_rate})
-            if run.iteration % args.checkpoint_interval == 0:
-                save(run, agent, envs)
-        save(run, agent, envs)
-        status = "running" if run.global_step < args.total_timesteps else "finished"
-    finally:
-        for log in (run.bar, run.writer, run.csv):
-            log.close()
-        final = run.write_json(status)
-        for number, old in before.items():
-            signal.signal(number, old)
+def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
+    """Say how to go on or to play; play and record, if that is wanted."""
     script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
-    folder += f" --env-id {args.env_id}" if ":" in args.env_id else ""  # it must be given again
-    if status == "running":
+    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
+        folder += f" --env-id {run.args.env_id}"
+    if run.status == "running":
         print(f"go on with: {script} --resume {folder}")
         raise SystemExit(128 + stop[0])
+    final = run.final_return()
     print(f"return {final} over the last 100 episodes; play: {script} --evaluate {folder}")
-    if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
-    if args.capture_video:
+    if run.args.save_model:
+        name = f"{Path(run.args.exp_name).name}.cleanrl_model"
+        torch.save(agent.state_dict(), run.folder / name)
+    if run.args.capture_video:
         evaluate(replace(run.args, evaluate=run.folder))
     return run.folder
 

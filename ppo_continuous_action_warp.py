@@ -25,18 +25,27 @@ gymnasium is several times faster. Left out on purpose: --target-kl (a host woul
 --anneal-lr (the KL sets the rate), --compile (CUDA graphs spare the launches), pixels.
 """
 
+import contextlib
+import fcntl
 import importlib.util
+import itertools
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import sys
+import threading
 import time
-from collections import namedtuple
+import traceback
+import zipfile
+from collections import deque
 from dataclasses import dataclass, replace
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -96,20 +105,49 @@ class Args:
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
-        low = {"seed": 0, "log_std_init": -9, "minibatch_size": 4}
+        low = {"seed": 0, "log_std_init": -9, "minibatch_size": 2}
         high = {"gamma": 1, "gae_lambda": 1, "log_std_init": 9}
-        for name, value in (vars(self) | {"hidden": min(self.hidden, default=1)}).items():
-            least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
-            if type(value) in (int, float) and not least <= value <= most:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
-        if self.resume and (self.run_dir or self.evaluate):
-            raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
+        check(self, low, high)
+        if min(self.hidden, default=1) < 1:
+            raise ValueError(f"--hidden {min(self.hidden)}: not in 1 ... 1e+18")
         if ":" in self.env_id and (self.capture_video or self.evaluate):
             raise ValueError(f"gymnasium plays and films, not {self.env_id}: see `load`")
 
 
+def fits(value, hint) -> bool:
+    """Whether a value is of a field's type, such as `list[int]` or `Path | None`."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is Literal:
+        return value in parts
+    if kind in (list, tuple):
+        return isinstance(value, kind) and all(isinstance(x, parts[0]) for x in value)
+    if parts:  # a choice
+        return any(fits(value, part) for part in parts)
+    return isinstance(value, hint) or (hint is float and isinstance(value, int))
+
+
+def check(args, low: dict, high: dict):
+    """ValueError for a value of another type than its field's, for a number out of bounds (by
+    default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
+    for name, hint in get_type_hints(type(args)).items():
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        if not fits(value, hint):
+            raise ValueError(f"{flag} {value!r}: not of type {hint}")
+        if type(value) in (int, float):
+            fraction = float in (hint, *get_args(hint))
+            least, most = low.get(name, 0 if fraction else 1), high.get(name, 1e18)
+            if not least <= value <= most:
+                raise ValueError(f"{flag} {value}: not in {least} ... {most}")
+    if not args.exp_name:
+        raise ValueError("--exp-name '': a name is wanted")
+    if args.resume and (args.run_dir or args.evaluate):
+        raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
+
+
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
     def given(resume: Path | None = None, evaluate: Path | None = None):
         return resume or evaluate
@@ -119,9 +157,12 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
     if args.resume and args.num_envs != saved.num_envs:
         fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
-    for package in ["moviepy"] * args.capture_video + ["wandb"] * args.track:
-        if importlib.util.find_spec(package) is None:
-            fail(f"{package} is not installed: pip install {package}")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("--track: wandb is not installed: pip install wandb")
+    if args.capture_video:  # what is missing is better known before training
+        if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
+            fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
+        drawn_env(args).close()
     return args
 
 
@@ -158,6 +199,9 @@ class DeviceEnvs(nn.Module):
             buffer = getattr(self, name)
             buffer.copy_(torch.where(mask.view(-1, *[1] * (buffer.dim() - 1)), value, buffer))
 
+    def close(self):
+        """End what the environments keep running, if anything."""
+
 
 class Pendulum(DeviceEnvs):
     """gymnasium's Pendulum-v1."""
@@ -187,10 +231,19 @@ class Pendulum(DeviceEnvs):
         return self.observe(), -cost, torch.zeros_like(over), over
 
 
-# What gymnasium's environments do not tell. Reward: forward * velocity + alive - cost * |action|^2.
-# Noise of a new episode: uniform, but normal in the velocities if `normal`. Velocities are seen
-# within +-clip. An episode terminates if an entry of (positions, velocities) is not in its range.
-Task = namedtuple("Task", "forward alive cost noise normal clip healthy")
+class Task(NamedTuple):
+    """What gymnasium's environments do not tell: forward * velocity + alive - cost * |action|^2 is
+    the reward."""
+
+    forward: float
+    alive: float
+    cost: float
+    noise: float  # of a new episode's start: uniform
+    normal: bool  # but normal in the velocities
+    clip: float  # velocities are seen within +-clip
+    healthy: list  # an episode terminates if an entry of (positions, velocities) leaves its range
+
+
 TASKS = {
     "HalfCheetah-v4": Task(1.0, 0.0, 0.1, 0.1, True, math.inf, []),
     "Hopper-v4": Task(
@@ -272,17 +325,22 @@ class Warp(DeviceEnvs):
 
 
 def make_envs(env_id: str, num_envs: int, device) -> DeviceEnvs:
-    """The environments, whose tensors are on the device; one clear line if there are no such."""
+    """The environments, whose tensors are on the device; one clear line if there are no such. Code
+    of a module runs only for an id with a colon, which no checkpoint's has."""
     if env_id == "Pendulum-v1":
         return Pendulum(num_envs, device)
     if env_id in TASKS:
         return Warp(env_id, num_envs, device)
-    module, _, name = env_id.partition(":")
+    known = ", ".join(["Pendulum-v1", *TASKS])
+    module, _, name = env_id.rpartition(":")
+    if not module:
+        fail(f"--env-id {env_id}: not {known} nor your own, module:Class (mjlab: see docs)")
     try:
         return getattr(importlib.import_module(module), name)(num_envs, device)
-    except (ImportError, AttributeError) as error:
-        known = ", ".join(["Pendulum-v1", *TASKS])
-        fail(f"--env-id {env_id}: {error} (not {known} nor module:Class; mjlab: see docs)")
+    except Exception as error:  # whatever the module's own code raises
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        hint = f"raised in {place.filename}, line {place.lineno}"
+        fail(f"--env-id {env_id}: {error!r}, {hint} (not {known} nor module:Class; see docs)")
 
 
 def make_env(env_id: str, **options) -> gym.Env:
@@ -290,8 +348,8 @@ def make_env(env_id: str, **options) -> gym.Env:
     gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
     try:
         return gym.make(env_id, **options)
-    except gym.error.Error as error:
-        fail(f"--env-id {env_id}: {error}")
+    except Exception as error:  # whatever gymnasium raises
+        fail(f"--env-id {env_id}: {error!r} (your own: module:Class)")
 
 
 def episode_seed(*key: int) -> int:
@@ -311,7 +369,8 @@ class RunningMoments(nn.Module):
 
     def update(self, x: np.ndarray):
         """Take in a batch [B, *shape]."""
-        for part in torch.as_tensor(x, device=self.mean.device).double().split(4096):
+        for start in range(0, len(x), 4096):
+            part = torch.as_tensor(x[start : start + 4096], device=self.mean.device).double()
             total, mean = self.count + len(part), part.mean(dim=0)
             delta = mean - self.mean
             squares = self.var * self.count + (part - mean).square().sum(dim=0)
@@ -401,33 +460,48 @@ def gae(rewards, values, next_values, terminated, truncated, gamma: float, gae_l
     return advantages
 
 
-# obs, next_obs (before a reset) [T, N, D], actions [T, N, A], the rest [T, N]; the last three tell
-# of the episode so far: its rewards, the older the less; its rewards; its steps
-Rollout = namedtuple(
-    "Rollout", "obs next_obs actions rewards terminated truncated discounted returns lengths"
-)
+class Rollout(NamedTuple):
+    obs: torch.Tensor  # [T, N, D], raw
+    next_obs: torch.Tensor  # [T, N, D], before a reset
+    actions: torch.Tensor  # [T, N, A]
+    rewards: torch.Tensor  # [T, N]
+    terminated: torch.Tensor  # [T, N]
+    truncated: torch.Tensor  # [T, N]
+    discounted: torch.Tensor  # [T, N], the episode's return so far, seen from now
+    returns: torch.Tensor  # [T, N], its return so far
+    lengths: torch.Tensor  # [T, N], its steps so far
 
 
-def ppo_loss(agent, args, obs, actions, old_logprobs, advantages, returns, old_values):
+class Batch(NamedTuple):
+    obs: torch.Tensor  # [B, D], raw
+    actions: torch.Tensor  # [B, A]
+    logprobs: torch.Tensor  # [B], before the update
+    advantages: torch.Tensor  # [B]
+    returns: torch.Tensor  # [B]
+    values: torch.Tensor  # [B], before the update
+
+
+def ppo_loss(agent, args: Args, batch: Batch):
     """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and what is
-    logged of it. Old is what policy and value function gave before the update."""
-    _, logprob, entropy, value = agent(obs, actions)
-    logratio = logprob - old_logprobs
+    logged of it."""
+    _, logprob, entropy, value = agent(batch.obs, batch.actions)
+    logratio = logprob - batch.logprobs
     ratio = logratio.exp()
 
+    advantages = batch.advantages
     if args.norm_adv:  # per minibatch (detail 7)
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     # clipped surrogate (detail 8)
     clipped = ratio.clamp(1.0 - args.clip_coef, 1.0 + args.clip_coef)
     policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
 
-    error = (value - returns).square()
+    error = (value - batch.returns).square()
     if args.clip_vloss:  # value clipping (detail 9)
-        near = old_values + (value - old_values).clamp(-args.clip_coef, args.clip_coef)
-        error = torch.max(error, (near - returns).square())
+        change = (value - batch.values).clamp(-args.clip_coef, args.clip_coef)
+        error = torch.max(error, (batch.values + change - batch.returns).square())
     value_loss = 0.5 * error.mean()
 
-    entropy = entropy.mean()  # whose bonus encourages exploration (detail 10)
+    entropy = entropy.mean()  # a bonus on it encourages exploration (detail 10)
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
     metrics = {"value_loss": value_loss, "policy_loss": policy_loss, "entropy": entropy}
@@ -435,23 +509,39 @@ def ppo_loss(agent, args, obs, actions, old_logprobs, advantages, returns, old_v
     return loss, metrics | {"clipfrac": ((ratio - 1.0).abs() > args.clip_coef).float().mean()}
 
 
+def trained(agent: Agent) -> dict[str, nn.Parameter]:
+    """The parameters that learn; frozen ones, without `requires_grad`, do not."""
+    return {name: p for name, p in agent.named_parameters() if p.requires_grad}
+
+
 def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
-    """Adam's state for all parameters as one vector [P], of which the agent's become views."""
-    vector = nn.utils.parameters_to_vector(agent.parameters()).detach()
-    nn.utils.vector_to_parameters(vector, agent.parameters())
+    """Adam's state for all trained parameters as one vector [P]; the agent's become views of it."""
+    vector = nn.utils.parameters_to_vector(trained(agent).values()).detach()
+    nn.utils.vector_to_parameters(vector, trained(agent).values())
     state = {name: torch.zeros_like(vector) for name in ("exp_avg", "exp_avg_sq")}
     return {"parameters": vector.requires_grad_(), "steps": vector.new_zeros(()), **state}
 
 
-def minibatch_step(agent: Agent, adam: dict, batch: tuple, rows, learning_rate, args: Args):
+def check_views(agent: Agent):
+    """RuntimeError if the parameters that learn are not those of the vector any more: some were
+    frozen, thawed or replaced after `flat_adam`, and the optimizer would not follow."""
+    place, vector = 0, agent.adam["parameters"]
+    for name, p in agent.named_parameters():
+        inside = p.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
+        if inside != p.requires_grad or (inside and p.storage_offset() != place):
+            raise RuntimeError(f"{name} was frozen, thawed or replaced after flat_adam")
+        place += p.numel() if inside else 0
+
+
+def minibatch_step(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
     """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; metrics."""
-    parts = iter(adam["parameters"].split([p.numel() for p in agent.parameters()]))
-    views = {name: next(parts).view(p.shape) for name, p in agent.named_parameters()}
+    parts = iter(adam["parameters"].split([p.numel() for p in trained(agent).values()]))
+    views = {name: next(parts).view(p.shape) for name, p in trained(agent).items()}
 
     def policy(*given):
         return torch.func.functional_call(agent, views, given)
 
-    loss, metrics = ppo_loss(policy, args, *[x[rows] for x in batch])
+    loss, metrics = ppo_loss(policy, args, Batch(*[x[rows] for x in batch]))
     (grad,) = torch.autograd.grad(loss, adam["parameters"])
     with torch.no_grad():
         norm = grad.norm()  # over all parameters (detail 11)
@@ -475,6 +565,7 @@ def adapt(learning_rate: torch.Tensor, approx_kl: torch.Tensor, desired_kl: floa
 def update(agent: Agent, data: Rollout, args: Args, first: bool = False):
     """One iteration of learning from a rollout; returns the metrics, averaged over minibatches,
     as tensors. Nothing here asks for a value on the host."""
+    check_views(agent)
     seen = data.obs.flatten(0, 1)
     if first:  # later observations are scaled for learning as they were for acting
         agent.obs_moments.update(seen)
@@ -489,11 +580,11 @@ def update(agent: Agent, data: Rollout, args: Args, first: bool = False):
     advantages = gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)  # detail 5
     returns = advantages + values
     fields = data.obs, data.actions, logprobs, advantages, returns, values
-    batch = [x.flatten(0, 1) for x in fields]  # [B, ...], B = T * N
+    batch = Batch(*[x.flatten(0, 1) for x in fields])  # [B, ...], B = T * N
 
     steps, learning_rate = [], agent.adam["learning_rate"]
     for _ in range(args.update_epochs):
-        order = torch.rand_like(batch[-1]).argsort()
+        order = torch.rand_like(batch.values).argsort()
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
         for rows in order.tensor_split(args.num_minibatches):
             names, numbers = minibatch_step(agent, agent.adam, batch, rows, learning_rate, args)
@@ -548,30 +639,64 @@ def rollout(agent: Agent, envs: DeviceEnvs, at: dict, data: Rollout, args: Args)
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's folder, its logs and its counters."""
+    """A run's folder, its logs and its counters. While this is open, the folder is its alone."""
 
     def __init__(self, args: Args, checkpoint: dict):
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        self.folder = args.resume or args.run_dir or Path("runs") / name
+        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
+        self.global_step, self.iteration, seconds, rows = checkpoint.get("counters", (0, 0, 0.0, 0))
+        self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
+        self.start = time.monotonic() - seconds
+        self.status = "failed"  # until training has ended well
+        self.new = not args.resume
+        self.folder = args.resume or args.run_dir
+        try:
+            self.folder = self.folder or new_folder(args)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            refuse_links(self.folder)
+            path = self.folder / "episodes.csv"
+            self.csv = open(path, "a", buffering=1)  # noqa: SIM115
+            fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"{self.folder}: another process trains in this folder")
+        except OSError as error:
+            fail(f"{self.folder}: {error}")
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {self.folder} goes on with it")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        # what was logged after the checkpoint goes: it will be logged again
+        known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
+        self.csv.truncate(len(b"".join(known)))
+        self.rows = len(known) - 1
+        if not known:
+            self.csv.write("global_step,seconds,return,length\n")
+            self.rows = 0
+        self.wandb = None
         if args.track:
             import wandb  # before the writer, which it follows
 
             project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **project)
-        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
-        self.global_step, self.iteration, seconds, size = checkpoint.get("counters", (0, 0, 0.0, 0))
-        self.start = time.monotonic() - seconds
-        # what was logged after the checkpoint goes: it will be logged again
+            more = {"config": vars(self.args), "sync_tensorboard": True}
+            more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one, however often resumed
+            self.wandb = wandb.init(name=self.folder.name, **project, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
-        self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
-        self.csv.truncate(self.csv.seek(min(size, self.csv.tell())))
-        if self.csv.tell() == 0:
-            self.csv.write("global_step,seconds,return,length\n")
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        self.bar.close()
+        self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
+        self.write_json(self.status)
+        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
+            for pattern in ("run.json", "checkpoint.pt", "episodes.csv", "events.out.tfevents.*"):
+                for path in self.folder.glob(pattern):
+                    path.unlink()
+            with contextlib.suppress(OSError):  # something else is in the folder
+                self.folder.rmdir()
+        self.csv.close()
 
     def log(self, metrics: dict[str, float], data: Rollout):
         """Log an iteration: each episode that ended in it in the table, and means."""
@@ -581,6 +706,8 @@ class Run:
         returns, lengths = data.returns[over], data.lengths[over]
         rows = zip(steps.tolist(), returns.tolist(), lengths.tolist(), strict=True)
         self.csv.write("".join(f"{step},{seconds:.2f},{r},{n}\n" for step, r, n in rows))
+        self.rows += len(returns)
+        self.returns.extend(returns.tolist())
         self.iteration += 1
         self.global_step += self.args.batch_size
         if len(returns):
@@ -593,37 +720,73 @@ class Run:
         for tag, value in metrics.items():
             self.writer.add_scalar(tag, value, self.global_step)
 
-    def write_json(self, status: str) -> float | None:
-        """Write run.json; returns the mean return of the last 100 training episodes."""
-        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
-        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
+    def final_return(self) -> float | None:
+        """The mean return of the last 100 training episodes, if there is one."""
+        mean = float(np.mean(self.returns)) if self.returns else math.nan
+        return mean if math.isfinite(mean) else None
+
+    def write_json(self, status: str):
         versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
         content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
         content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
-        content |= {"wall_seconds": round(time.monotonic() - self.start, 2), "final_return": final}
+        content["wall_seconds"] = round(time.monotonic() - self.start, 2)
+        content["final_return"] = self.final_return()
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
-        return final
+
+
+def new_folder(args: Args) -> Path:
+    """A new folder below runs/, of this run alone: two that start in one second get two."""
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    for k in itertools.count(1):
+        folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+
+
+def refuse_links(folder: Path):
+    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            fail(f"{path} is a link: a run writes into its own folder alone")
 
 
 def save(run: Run, agent: Agent, envs: DeviceEnvs, at: dict):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    state = {"args": vars(run.args), "agent": agent.state_dict(), "adam": agent.adam}
-    state |= {"envs": envs.state_dict(), "at": at, "rng": torch.get_rng_state()}
+    state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
+    state |= {"adam": agent.adam, "envs": envs.state_dict(), "at": at, "rng": torch.get_rng_state()}
     state["cuda_rng"] = torch.cuda.get_rng_state_all()
-    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.csv.tell()
+    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.rows
+    state |= {"returns": list(run.returns), "wandb": run.wandb and run.wandb.id}
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
 
 def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
+    content, path = {}, Path(folder) / "checkpoint.pt"
     try:
-        content = torch.load(Path(folder) / "checkpoint.pt", map_location="cpu", weights_only=True)
+        if not path.is_file():
+            raise FileNotFoundError(path.name)
+        with zipfile.ZipFile(path) as file:
+            if file.testzip():
+                raise ValueError("it is damaged")
+        content = torch.load(path, map_location="cpu", weights_only=True)
         args = Args(**content["args"])
+        step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
+        content["counters"] = int(step), int(iteration), float(seconds), int(rows)
+        content["returns"] = [float(x) for x in content.get("returns", ())]
+        content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none yet
+        if not all(number >= 0 for number in numbers):
+            raise ValueError(f"its counters are {numbers}")
     except Exception as error:  # damage shows in many ways
-        fail(f"{folder}: no checkpoint.pt that can be read: {error!r}")
-    args.env_id = args.env_id.split(":")[-1]  # a module's code runs if the command line names it
+        maker = f", made by {content['script']}" if "script" in content else ""
+        fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
+    module, _, name = args.env_id.rpartition(":")
+    if module != "envpool":  # a module's code runs if the command line names it
+        args.env_id = name
     return content | {"args": args}
 
 
@@ -631,35 +794,55 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
     """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
     checkpoint = load_checkpoint(folder)
     args = checkpoint["args"]
-    agent = Agent(env or make_env(args.env_id), args)
+    made = env or make_env(args.env_id)
+    agent = Agent(made, args)
+    if env is None:
+        made.close()
     try:
         agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         fail(f"{folder}: its agent does not fit the environment: {error}")
     return agent, args
+
+
+def drawn_env(args: Args) -> gym.Env:
+    """An environment whose frames can be drawn; one clear line if they can't."""
+    if sys.platform == "linux":
+        os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
+    env = make_env(args.env_id, render_mode="rgb_array")
+    try:
+        env.reset(seed=0)
+        env.render()
+    except Exception as error:  # no display, or a package for drawing is missing
+        fail(f"--capture-video: {args.env_id} can't be drawn: {error!r}")
+    return env
 
 
 def evaluate(args: Args) -> list[float]:
     """Play the run in `args.evaluate` greedily, in gymnasium's own environment: an independent
     check; `capture_video` records it into its videos/."""
-    if args.capture_video and sys.platform == "linux":
-        os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
-    env = make_env(args.env_id, **{"render_mode": "rgb_array"} if args.capture_video else {})
     if args.capture_video:
+        refuse_links(args.evaluate)
         videos = str(args.evaluate / "videos")
-        env = gym.wrappers.RecordVideo(env, videos, lambda _: True, disable_logger=True)
-    (agent, _), box, returns = load(args.evaluate, env), env.action_space, []
-    for episode in range(args.eval_episodes):
-        obs, _ = env.reset(seed=episode_seed(args.seed, 2**31, episode))
-        rewards, over = [], False
-        while not over:
-            action = agent.act(obs[None])[0].clip(box.low, box.high)
-            obs, reward, terminated, truncated, _ = env.step(action)
-            rewards.append(reward)
-            over = terminated or truncated
-        returns.append(math.fsum(rewards))
-        print(f"eval_episode={episode}, episodic_return={returns[-1]:.2f}", flush=True)
-    env.close()
+        env = gym.wrappers.RecordVideo(drawn_env(args), videos, lambda _: True, disable_logger=True)
+        print(f"videos: {videos}")
+    else:
+        env = make_env(args.env_id)
+    box, returns = env.action_space, []
+    with contextlib.closing(env):
+        agent, _ = load(args.evaluate, env)
+        for episode in range(args.eval_episodes):
+            obs, _ = env.reset(seed=episode_seed(args.seed, 2**31, episode))
+            rewards, over = [], False
+            while not over:
+                action = agent.act(obs[None])[0].clip(box.low, box.high)
+                obs, reward, terminated, truncated, _ = env.step(action)
+                rewards.append(reward)
+                over = terminated or truncated
+                if len(rewards) > 100_000:
+                    fail("100,000 steps, and the episode has no end")
+            returns.append(math.fsum(rewards))
+            print(f"eval_episode={episode}, episodic_return={returns[-1]:.2f}", flush=True)
     print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
 
@@ -667,20 +850,69 @@ def evaluate(args: Args) -> list[float]:
 # --- training -------------------------------------------------------------------------------------
 class Recorded:
     """A function whose tensors stay where they are, as a CUDA graph: called as it is three times,
-    in which libraries get ready, then recorded, and replayed ever after."""
+    in which libraries get ready, then recorded, and replayed ever after. A graph holds numbers as
+    they were: it is recorded again when one of Args has changed."""
 
     def __init__(self, function):
-        self.function, self.calls, self.graph = function, 0, torch.cuda.CUDAGraph()
+        self.function, self.calls, self.numbers = function, 0, None
 
-    def __call__(self, *args):
+    def __call__(self, *given):
         self.calls += 1
         if self.calls <= 3:
-            return self.function(*args)
-        if self.calls == 4:
+            return self.function(*given)
+        numbers = [dict(vars(x)) for x in given if isinstance(x, Args)]
+        if numbers != self.numbers:
+            self.numbers = numbers
+            self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
-                self.result = self.function(*args)
+                self.result = self.function(*given)
         self.graph.replay()
         return self.result
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """The list of the signals that have come. The first ends training after its iteration, the next
+    acts at once. Outside the main thread, which alone may handle signals, none is caught."""
+    stop = []
+
+    def handler(number, frame):
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        os.write(2, b"\nstopping after this iteration\n")
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in SIGNALS if main}
+    try:
+        yield stop
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def restore(agent: Agent, state: dict, checkpoint: dict, folder: Path):
+    """Set the optimizer, the environments' state and the random numbers to the checkpoint's."""
+    try:
+        for part, tensors in (state | {"adam": agent.adam}).items():
+            for name, x in tensors.items():
+                saved = checkpoint[part][name]
+                if saved.shape != x.shape:
+                    raise ValueError(f"{name} has shape {tuple(saved.shape)}")
+                x.data.copy_(saved)
+        torch.set_rng_state(checkpoint["rng"])
+        torch.cuda.set_rng_state_all(checkpoint["cuda_rng"][: torch.cuda.device_count()])
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        fail(f"{folder}: its checkpoint does not fit: {error!r}")
+
+
+def check_finite(iteration: int, values: dict):
+    """FloatingPointError that names the first value with a NaN or an infinity."""
+    for name, x in values.items():
+        if not torch.as_tensor(x).isfinite().all():
+            raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
 
 
 def train(args: Args) -> Path:
@@ -690,68 +922,55 @@ def train(args: Args) -> Path:
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
     torch.manual_seed(args.seed)
-    envs = make_envs(args.env_id, args.num_envs, device)
-    torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-    agent = load(args.resume, envs)[0] if args.resume else Agent(envs, args)
-    agent.adam = flat_adam(agent.to(device))
-    agent.adam["learning_rate"] = torch.tensor(args.learning_rate, device=device)
-    at, data = start(agent, envs, args)
-    state = {"at": at, "envs": envs.state_dict()} if envs.resumable else {}
-    if args.resume:
-        for part, tensors in (state | {"adam": agent.adam}).items():
-            for name, x in tensors.items():
-                x.data.copy_(checkpoint[part][name])
-        torch.set_rng_state(checkpoint["rng"])
-        torch.cuda.set_rng_state_all(checkpoint["cuda_rng"][: torch.cuda.device_count()])
-    graphs = args.cudagraphs and device.type == "cuda"
-    collect = Recorded(rollout) if graphs and envs.resumable else rollout
-    learn = Recorded(update) if graphs else update
-    run = Run(args, checkpoint)
-    run.bar.write(f"{args.env_id} on {device}, {args.num_iterations} iterations, in {run.folder}")
-    if device.type == "cpu" and isinstance(envs, Warp):
-        run.bar.write("on a CPU ppo_continuous_action.py is several times faster")
-    stop, status = [], "failed"
+    with contextlib.closing(make_envs(args.env_id, args.num_envs, device)) as envs:
+        torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
+        agent = load(args.resume, envs)[0] if args.resume else Agent(envs, args)
+        agent.adam = flat_adam(agent.to(device))
+        agent.adam["learning_rate"] = torch.tensor(args.learning_rate, device=device)
+        at, data = start(agent, envs, args)
+        if args.resume:
+            state = {"at": at, "envs": envs.state_dict()} if envs.resumable else {}
+            restore(agent, state, checkpoint, args.resume)
+        graphs = args.cudagraphs and device.type == "cuda"
+        collect = Recorded(rollout) if graphs and envs.resumable else rollout
+        learn = Recorded(update) if graphs else update
+        with stop_signals() as stop, Run(args, checkpoint) as run:
+            how = f"{args.env_id} on {device}, {args.num_iterations} iterations"
+            run.bar.write(f"{how}, in {run.folder}")
+            if device.type == "cpu" and isinstance(envs, Warp):
+                run.bar.write("on a CPU ppo_continuous_action.py is several times faster")
+            save(run, agent, envs, at)
+            while run.iteration < args.num_iterations and not stop:
+                check_views(agent)
+                collect(agent, envs, at, data, args)
+                metrics = learn(agent, data, args, run.iteration == 0)
+                # the host waits here, once an iteration
+                metrics = dict(zip(metrics, torch.stack([*metrics.values()]).tolist(), strict=True))
+                check_finite(run.iteration, {"observations": data.next_obs})
+                check_finite(run.iteration, {"rewards": data.rewards, "actions": data.actions})
+                check_finite(run.iteration, metrics | agent.state_dict())
+                run.log(metrics, data)
+                if run.iteration % args.checkpoint_interval == 0:
+                    save(run, agent, envs, at)
+            save(run, agent, envs, at)
+            run.status = "running" if run.iteration < args.num_iterations else "finished"
+    return finish(run, agent, stop)
 
-    def handler(number, frame):  # ends training after this iteration; the next signal acts at once
-        stop.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        os.write(2, b"\nstopping after this iteration\n")
 
-    signals = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)}
-    before = {number: signal.signal(number, handler) for number in signals}
-    try:
-        save(run, agent, envs, at)
-        while run.iteration < args.num_iterations and not stop:
-            collect(agent, envs, at, data, args)
-            metrics = learn(agent, data, args, run.iteration == 0)
-            # the host waits here, once an iteration
-            metrics = dict(zip(metrics, torch.stack([*metrics.values()]).tolist(), strict=True))
-            checked = {"observations": data.next_obs, "rewards": data.rewards}
-            checked |= {"actions": data.actions} | metrics
-            for name, x in (checked | agent.state_dict()).items():
-                if not torch.as_tensor(x).isfinite().all():
-                    raise FloatingPointError(f"iteration {run.iteration}: {name} is not finite")
-            run.log(metrics, data)
-            if run.iteration % args.checkpoint_interval == 0:
-                save(run, agent, envs, at)
-        save(run, agent, envs, at)
-        status = "running" if run.iteration < args.num_iterations else "finished"
-    finally:
-        for log in (run.bar, run.writer, run.csv):
-            log.close()
-        final = run.write_json(status)
-        for number, old in before.items():
-            signal.signal(number, old)
+def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
+    """Say how to go on or to play; play and record, if that is wanted."""
     script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
-    own = f" --env-id {args.env_id}" if ":" in args.env_id else ""  # it must be given again
-    if status == "running":
+    own = f" --env-id {run.args.env_id}" if ":" in run.args.env_id else ""  # to be given again
+    if run.status == "running":
         print(f"go on with: {script} --resume {folder}{own}")
         raise SystemExit(128 + stop[0])
+    final = run.final_return()
     play = "" if own else f"; play: {script} --evaluate {folder}"
     print(f"return {final} over the last 100 episodes{play}")
-    if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
-    if args.capture_video:
+    if run.args.save_model:
+        name = f"{Path(run.args.exp_name).name}.cleanrl_model"
+        torch.save(agent.state_dict(), run.folder / name)
+    if run.args.capture_video:
         evaluate(replace(run.args, evaluate=run.folder))
     return run.folder
 

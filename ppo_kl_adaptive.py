@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.7,<2.14", "gymnasium[mujoco]>=1.1,<2", "mujoco>=3.13,<4", "numpy",
+# dependencies = ["torch>=2.7,<2.14", "gymnasium[mujoco]>=1.1,<2", "mujoco>=3.3,<4", "numpy",
 #                 "tensorboard", "tqdm", "tyro>=1.0.17"]
 # ///
 """PPO with an adaptive KL penalty and GAE, in one file.
@@ -30,18 +30,31 @@ HalfCheetah-v4 after 1M, in three to five minutes per 1M steps on one CPU core (
 Left out on purpose: pixels, recurrence, several or mixed action branches.
 """
 
+import atexit
+import contextlib
+import copy
+import fcntl
 import importlib.util
+import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
+import random
+import re
 import shlex
 import signal
 import sys
+import threading
 import time
-from dataclasses import dataclass, replace
+import traceback
+import zipfile
+from collections import deque
+from dataclasses import dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -71,11 +84,15 @@ class Args:
     eval_episodes: int = 10  # episodes played by --evaluate
     checkpoint_interval: int = 10  # iterations between checkpoints
 
-    # Algorithm
+    # Environments
     env_id: Annotated[str, arg(aliases=["--env-name"])] = "Hopper-v4"  # gymnasium's, dm_control/...
+    env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
+    env_workers: int = 0  # processes that step the environments; 0: this one
+    num_envs: int = 1  # environments played side by side; their whole episodes are pooled
+
+    # Algorithm
     total_timesteps: int = 1_000_000  # steps of the whole run; the last iteration may overshoot
     num_episodes: Annotated[int, arg(aliases=["-n"])] = 0  # of the whole run, instead of steps
-    num_envs: int = 1  # environments played side by side; their whole episodes are pooled
     episodes_per_batch: Annotated[int, arg(aliases=["--batch-size", "-b"])] = 20  # an iteration's b
     gamma: Annotated[float, arg(aliases=["-g"])] = 0.995  # discount factor
     gae_lambda: Annotated[float, arg(aliases=["--lam", "-l"])] = 0.98  # lambda of the advantage
@@ -94,15 +111,36 @@ class Args:
     def __post_init__(self):
         """A ValueError, which tyro shows, for what can't be meant."""
         low = {"learning_rate": 1e-9, "value_learning_rate": 1e-9, "kl_targ": 1e-9, "seed": 0}
-        low |= {"num_episodes": 0, "policy_logvar": -20}
+        low |= {"num_episodes": 0, "policy_logvar": -20, "env_workers": 0}
         high = {"gamma": 1, "gae_lambda": 1, "policy_logvar": 20}
-        high |= {"num_envs": self.episodes_per_batch}
-        for name, value in vars(self).items():
-            least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
-            if type(value) in (int, float) and not least <= value <= most:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
-        if self.resume and (self.run_dir or self.evaluate):
-            raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
+        high |= {"num_envs": self.episodes_per_batch, "env_workers": max(self.num_envs, 0)}
+        check(self, low, high)
+        if self.env_id.startswith("envpool:"):
+            raise ValueError(f"--env-id {self.env_id}: EnvPool's play no whole episodes")
+
+
+def check(args, low: dict, high: dict):
+    """ValueError for a value of another type than its field's, for a number out of bounds (by
+    default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
+    for name, hint in get_type_hints(type(args)).items():
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        kinds = get_args(hint) or (hint,)  # types or, of a Literal, its values
+        types = tuple(kind for kind in kinds if isinstance(kind, type))
+        whole = float in kinds and isinstance(value, int)
+        if not (isinstance(value, types) or value in kinds or whole):
+            raise ValueError(f"{flag} {value!r}: not of type {hint}")
+        if type(value) in (int, float):
+            least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
+            if not least <= value <= most:
+                raise ValueError(f"{flag} {value}: not in {least} ... {most}")
+    if not args.exp_name:
+        raise ValueError("--exp-name '': a name is wanted")
+    try:
+        dict(**json.loads(args.env_kwargs))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"--env-kwargs {args.env_kwargs}: no JSON object: {error}") from None
+    if args.resume and (args.run_dir or args.evaluate):
+        raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -110,6 +148,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     argv = sys.argv[1:] if argv is None else argv
     if argv and not argv[0].startswith("-"):  # the original's environment name
         argv = ["--env-id", *argv]
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
     def given(resume: Path | None = None, evaluate: Path | None = None):
         return resume or evaluate
@@ -119,9 +159,12 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
     if args.resume and args.num_envs != saved.num_envs:
         fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
-    for package in ["moviepy"] * args.capture_video + ["wandb"] * args.track:
-        if importlib.util.find_spec(package) is None:
-            fail(f"{package} is not installed: pip install {package}")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("--track: wandb is not installed: pip install wandb")
+    if args.capture_video:  # what is missing is better known before training
+        if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
+            fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
+        drawn_env(args).close()
     return args
 
 
@@ -135,19 +178,45 @@ def fail(message: str):
 def make_env(env_id: str, **options) -> gym.Env:
     """A gymnasium environment with flat observations; one clear line if there is no such thing."""
     gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
+    module = "shimmy:" if env_id.startswith("dm_control/") else ""
     try:
-        module = "shimmy:" if env_id.startswith("dm_control/") else ""
-        env = gym.make(f"{module}{env_id}", disable_env_checker=True, **options)
-    except (gym.error.Error, ImportError, NotImplementedError) as error:
-        fail(f"--env-id {env_id}: {error} (your own: module:Id; Atari: ppo_atari_multigpu.py)")
-    space, actions = env.observation_space, env.action_space
-    pixels = space.dtype == np.uint8 and len(space.shape) > 1
-    flat = isinstance(actions, gym.spaces.Box) and len(actions.shape) == 1
-    discrete = isinstance(actions, gym.spaces.Discrete)
-    if pixels or not space.is_np_flattenable or not (flat or discrete):
-        hint = "a vector and a flat Box or Discrete wanted; several choices: ppo.py"
-        fail(f"--env-id {env_id}: {space}, {actions}: {hint}; pixels: ppo_atari_multigpu.py")
+        env = gym.make(f"{module}{env_id}", **{"disable_env_checker": True} | options)
+        check_spaces(env_id, env.observation_space, env.action_space)
+    except Exception as error:  # whatever gymnasium or the environment's own code raises
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        what = repr(error) if str(error) else f"{error!r}: {place.line}"
+        hint = f"raised in {place.filename}, line {place.lineno}; your own: module:Id; "
+        fail(f"--env-id {env_id}: {what}, {hint}its arguments: --env-kwargs")
+    space = env.observation_space
     return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
+
+
+VECTORS = (
+    gym.spaces.Box,
+    gym.spaces.Discrete,
+    gym.spaces.MultiDiscrete,
+    gym.spaces.MultiBinary,
+)  # flattened, these are numbers, always as many
+
+
+def leaves(space: gym.Space) -> list[gym.Space]:
+    """The spaces that a Dict or Tuple, perhaps a nested one, is made of; of any other, itself."""
+    if not isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
+        return [space]
+    parts = space.values() if isinstance(space, gym.spaces.Dict) else space
+    return [leaf for part in parts for leaf in leaves(part)]
+
+
+def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
+    """One clear line if the spaces are none that this script learns with."""
+    pixels = any(leaf.dtype == np.uint8 and len(leaf.shape) > 1 for leaf in leaves(space))
+    vector = all(isinstance(leaf, VECTORS) for leaf in leaves(space)) and not pixels
+    if not vector or gym.spaces.flatdim(space) > 20_000:
+        hint = "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py"
+        fail(f"--env-id {env_id}: {space}: {hint}")
+    if not isinstance(actions, gym.spaces.Box | gym.spaces.Discrete):
+        hint = "a Box or Discrete of actions is wanted; several choices: ppo.py"
+        fail(f"--env-id {env_id}: {actions}: {hint}")
 
 
 def episode_seed(*key: int) -> int:
@@ -155,32 +224,206 @@ def episode_seed(*key: int) -> int:
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
-class Episodes(gym.Wrapper):
-    """Seeds every episode by (seed, environment, episode), and keeps the steps of the running one.
-    The next one starts when it is asked for."""
+def seed_others(seed: int):
+    """Seed what only careless environments draw from; all others have their own `np_random`."""
+    random.seed(seed)
+    np.random.seed(seed)
 
-    def __init__(self, env: gym.Env, args: Args, index: int):
-        super().__init__(env)
-        self.args, self.index, self.episode, self.over = args, index, -1, True
-        self.first = getattr(self.action_space, "start", 0)  # of Discrete actions
 
-    def reset(self, **kwargs):
-        self.episode, self.over, self.actions, self.rewards = self.episode + 1, False, [], []
-        obs, info = self.env.reset(seed=episode_seed(self.args.seed, self.index, self.episode))
-        self.obs = [np.array(obs, np.float32)]
-        return obs, info
+def to_env(space: gym.Space, actions: np.ndarray) -> np.ndarray:
+    """Choices [N], counted from 0, or actions [N, A] in a space's shape, type and count. They are
+    as they were drawn, perhaps beyond a box; only whole numbers are cut at its bounds."""
+    if isinstance(space, gym.spaces.Discrete):
+        return (actions + space.start).astype(space.dtype)
+    shaped = actions.reshape(-1, *space.shape)
+    if space.dtype.kind in "iu":
+        shaped = np.rint(np.minimum(np.maximum(shaped, space.low), space.high))
+    return shaped.astype(space.dtype)
 
-    def step(self, action: np.ndarray):
-        """Take an action [A], not clipped to the box, or a choice counted from 0."""
-        obs, reward, terminated, truncated, info = self.env.step(action + self.first)  # a copy
-        self.obs.append(np.array(obs, np.float32))
-        self.actions.append(action)
-        self.rewards.append(float(np.asarray(reward).item()))  # from any shape or type
-        self.terminated, self.truncated = bool(terminated), bool(truncated)
-        self.over = self.terminated or self.truncated
-        if len(self.rewards) > 100_000 and not self.over:
-            raise TimeoutError("100,000 steps, no end: whole episodes need max_episode_steps")
-        return obs, self.rewards[-1], self.terminated, self.truncated, info
+
+class Envs:
+    """N environments in this process, stepped one after the other. Every episode has its own seed.
+
+    Whole episodes are played: the step of an environment whose episode is over ignores its action
+    and begins the next one, with reward 0.
+    """
+
+    def __init__(self, envs: list[gym.Env], args: Args, numbers=(0,), played=None):
+        self.envs, self.args, self.numbers = envs, args, list(numbers)
+        self.observation_space = envs[0].observation_space
+        self.action_space = envs[0].action_space
+        self.episodes = [episode for episode, _ in played or [(-1, ())] * len(envs)]
+        self.rewards = [[] for _ in envs]
+        self.obs = np.zeros((len(envs), *self.observation_space.shape), np.float32)  # [N, D]
+        self.over = np.ones(len(envs), bool)  # [N], no episode is running
+        self.lengths = np.zeros(len(envs), int)  # [N], steps of the episode so far
+        self.ended = []  # (environment, return, length) of each episode that the last step ended
+
+    def reset(self, i: int):
+        """Begin the next episode of an environment."""
+        self.episodes[i] += 1
+        self.rewards[i] = []
+        self.over[i], self.lengths[i] = False, 0
+        seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
+        seed_others(seed)
+        obs, _ = self.envs[i].reset(seed=seed)
+        self.obs[i] = np.reshape(obs, self.observation_space.shape)
+
+    def play(self, i: int, shaped: np.ndarray):
+        """One step of an environment: reward, terminated, truncated."""
+        rewards = self.rewards[i]
+        obs, reward, terminated, truncated, _ = self.envs[i].step(shaped)
+        try:
+            rewards.append(float(np.asarray(reward).item()))
+            over = bool(terminated or truncated)
+        except ValueError:  # several numbers
+            what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
+            hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
+            raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
+        self.obs[i] = np.reshape(obs, self.observation_space.shape)
+        self.over[i] = over
+        self.lengths[i] = len(rewards)
+        if len(rewards) > 100_000 and not over:
+            hint = """max_episode_steps, --env-kwargs '{"max_episode_steps": 1000}'"""
+            raise TimeoutError(f"100,000 steps, no end: whole episodes need {hint}")
+        return rewards[-1], terminated, truncated
+
+    def step(self, actions: np.ndarray, going: np.ndarray):
+        """Take actions [N, A] or choices [N] in the environments that are `going` [N]: rewards,
+        terminated, truncated [N]."""
+        rewards = np.zeros(len(actions))
+        terminated = np.zeros(len(actions), bool)
+        truncated = np.zeros(len(actions), bool)
+        self.ended = []
+        shaped = to_env(self.action_space, actions)
+        for i in going.nonzero()[0].tolist():
+            if self.over[i]:
+                self.reset(i)
+                continue
+            rewards[i], terminated[i], truncated[i] = self.play(i, shaped[i])
+            if self.over[i]:
+                both = math.fsum(self.rewards[i]), len(self.rewards[i])
+                self.ended.append((self.numbers[i], *both))
+        return rewards, terminated, truncated
+
+    def shown(self) -> dict[str, np.ndarray]:
+        """What is to be seen of the environments from outside, [N, ...] each."""
+        return {"obs": self.obs, "over": self.over, "lengths": self.lengths}
+
+    def played(self) -> list[tuple[int, np.ndarray]]:
+        """The number of each environment's last episode; no actions: between iterations none runs,
+        so that none is played again."""
+        return [(episode, np.zeros(0)) for episode in self.episodes]
+
+    def close(self):
+        for env in self.envs:
+            env.close()
+
+
+def work(pipe, args: Args, numbers: list[int], played: list | None):
+    """A worker process: some of the environments, stepped as its pipe tells, until that ends."""
+    for number in SIGNALS:  # the run decides when to stop
+        signal.signal(number, signal.SIG_IGN)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):  # one worker prints what all would
+            envs = own_envs(args, numbers, played)
+        if 0 in numbers:
+            sys.stderr.write(said.getvalue())
+        with contextlib.closing(envs):
+            result = envs.observation_space, envs.action_space
+            while True:
+                pipe.send((envs.shown(), envs.ended, result))
+                method, *given = pipe.recv()
+                result = getattr(envs, method)(*given)
+    except BaseException as error:
+        told = isinstance(error, SystemExit) and said.getvalue()
+        with contextlib.suppress(OSError):  # the run may be over
+            pipe.send(SystemExit(told) if told else RuntimeError(traceback.format_exc()))
+
+
+class WorkerEnvs:
+    """The same in processes, each with its share of the environments; the same bits."""
+
+    def __init__(self, args: Args, played: list | None):
+        self.workers = []
+        atexit.register(self.close)  # else the interpreter would wait for them
+        context = multiprocessing.get_context("spawn")
+        for numbers in np.array_split(range(args.num_envs), args.env_workers):
+            ours, theirs = context.Pipe()
+            share = [played[i] for i in numbers] if played else None
+            process = context.Process(target=work, args=(theirs, args, numbers.tolist(), share))
+            process.start()
+            theirs.close()
+            self.workers.append((process, ours, slice(numbers[0], numbers[-1] + 1)))
+        try:
+            self.observation_space, self.action_space = self.receive()[0]
+        except BaseException:
+            self.close()
+            raise
+
+    def receive(self) -> list:
+        """What each worker answers; their states are joined to this one's."""
+        replies = []
+        for process, pipe, _ in self.workers:
+            try:
+                replies.append(pipe.recv())
+            except (EOFError, ConnectionResetError):
+                process.join(1)
+                why = f"a process of --env-workers was killed (exit code {process.exitcode})"
+                raise RuntimeError(f"{why}: not enough memory?") from None
+            if isinstance(replies[-1], SystemExit):  # refused, in one line
+                sys.stderr.write(str(replies[-1]))
+                raise SystemExit(2)
+            if isinstance(replies[-1], Exception):
+                raise replies[-1]
+        shown, ended, results = zip(*replies, strict=True)
+        for name in shown[0]:  # obs, over ... [N, ...]
+            setattr(self, name, np.concatenate([part[name] for part in shown]))
+        self.ended = [*itertools.chain(*ended)]
+        return results
+
+    def call(self, method: str, *rows: np.ndarray) -> list:
+        """What a method of `Envs` gives in each worker, with its share of the rows [N, ...]."""
+        for _, pipe, share in self.workers:
+            with contextlib.suppress(BrokenPipeError):  # `receive` says why
+                pipe.send((method, *[each[share] for each in rows]))
+        return self.receive()
+
+    def step(self, *rows: np.ndarray):
+        """`Envs.step`: rewards, terminated, truncated [N]."""
+        return [np.concatenate(parts) for parts in zip(*self.call("step", *rows), strict=True)]
+
+    def played(self) -> list[tuple[int, np.ndarray]]:
+        """`Envs.played` of all."""
+        return [*itertools.chain(*self.call("played"))]
+
+    def close(self):
+        for _, pipe, _ in self.workers:
+            pipe.close()
+        for process, _, _ in self.workers:
+            process.join(5)
+            process.kill()  # if an environment does not end
+        self.workers = []
+
+
+def own_envs(args: Args, numbers, played: list | None) -> Envs:
+    options = json.loads(args.env_kwargs)
+    envs = []
+    for number in numbers:
+        seed_others(episode_seed(args.seed, number))
+        envs.append(make_env(args.env_id, **options))
+    return Envs(envs, args, numbers, played)
+
+
+def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
+    """Environments in this process or in workers, whose next episodes follow the checkpoint's."""
+    played = checkpoint["played"] if checkpoint else None
+    if checkpoint and len(played) != num_envs:
+        fail(f"{args.resume}: its checkpoint is of {len(played)} environments, not {num_envs}")
+    if args.env_workers and num_envs > 1:
+        return WorkerEnvs(args, played)
+    return own_envs(args, range(num_envs), played)
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -195,7 +438,8 @@ class RunningMoments(nn.Module):
 
     def update(self, x: np.ndarray):
         """Take in a batch [B, *shape]."""
-        for part in torch.as_tensor(x, device=self.mean.device).double().split(4096):
+        for start in range(0, len(x), 4096):
+            part = torch.as_tensor(x[start : start + 4096], device=self.mean.device).double()
             total, mean = self.count + len(part), part.mean(dim=0)
             delta = mean - self.mean
             squares = self.var * self.count + (part - mean).square().sum(dim=0)
@@ -234,16 +478,53 @@ class Categorical(NamedTuple):
         return -(self.logprobs.exp() * self.logprobs).sum(-1)
 
 
+def second_units(inputs: int, hid1_mult: int, third: int) -> int:
+    """Units of the second hidden layer, by which the learning rates are chosen, too."""
+    return math.isqrt(hid1_mult * inputs * third)
+
+
 def mlp(inputs: int, hid1_mult: int, third: int, outputs: int) -> nn.Sequential:
     """Three layers of tanh units, the second of the geometric mean of the others' numbers, and a
     linear one; weights ~ N(0, 1 / fan-in) in all, no bias."""
     first = hid1_mult * inputs
-    sizes = inputs, first, math.isqrt(first * third), third, outputs
+    sizes = inputs, first, second_units(inputs, hid1_mult, third), third, outputs
     layers = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
     for layer in layers:
         nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
         nn.init.zeros_(layer.bias)
     return nn.Sequential(*[module for layer in layers for module in (layer, nn.Tanh())][:-1])
+
+
+@torch.no_grad()
+def as_numpy(network: nn.Module, scale=1.0, shift=0.0):
+    """scale * network(x) + shift, as it is now, as a function of arrays x [N, D]. Linear layers and
+    tanh become numpy, which is fast where rows are few; all others are called in torch."""
+    scale, shift = (torch.as_tensor(x).cpu() for x in (scale, shift))
+    layers = list(network) if type(network) is nn.Sequential else [network]
+    plain = [type(layer) is nn.Linear and layer.bias is not None for layer in layers]
+    functions = []
+    for layer, linear in zip(layers, plain, strict=True):
+        if linear:
+            weight, bias = layer.weight.cpu().clone(), layer.bias.cpu().clone()
+            if layer is layers[-1]:
+                weight, bias = weight * scale[..., None], bias * scale + shift
+            weight, bias = weight.numpy().T, bias.numpy()
+            functions.append(lambda x, weight=weight, bias=bias: x @ weight + bias)
+        elif type(layer) is nn.Tanh:
+            functions.append(np.tanh)
+        else:
+            module = copy.deepcopy(layer).cpu().requires_grad_(False)
+            functions.append(lambda x, module=module: module(torch.from_numpy(x)).numpy())
+    if not plain[-1]:
+        scale, shift = scale.numpy(), shift.numpy()
+        functions.append(lambda x: x * scale + shift)
+
+    def function(x: np.ndarray) -> np.ndarray:
+        for step in functions:
+            x = step(x)
+        return x
+
+    return function
 
 
 class Agent(nn.Module):
@@ -252,26 +533,34 @@ class Agent(nn.Module):
 
     def __init__(self, env, args: Args | None = None):
         super().__init__()
-        args, space, (dim,) = args or Args(), env.action_space, env.observation_space.shape
+        args = args or Args()
+        space = env.action_space
+        (dim,) = env.observation_space.shape
         self.discrete = isinstance(space, gym.spaces.Discrete)
-        outputs = int(space.n) if self.discrete else space.shape[0]
-        self.actor = mlp(dim + 1, args.hid1_mult, 10 * outputs, outputs)
+        self.action_shape = space.shape
+        self.outputs = int(space.n) if self.discrete else math.prod(space.shape)
+        self.actor = mlp(dim + 1, args.hid1_mult, 10 * self.outputs, self.outputs)
         self.critic = mlp(dim + 1, args.hid1_mult, 5, 1)
         groups = [{"params": self.actor.parameters(), "speed": 1}]
         if not self.discrete:
             # the original's is the sum of `speed` equal parameters, and Adam moves each as far
-            self.actor_logvar = nn.Parameter(torch.full((outputs,), args.policy_logvar))
-            groups.append({"params": [self.actor_logvar], "speed": 100 * outputs // 48})
-        rate = args.learning_rate or 9e-4 / math.sqrt(self.actor[2].out_features)
-        value_rate = args.value_learning_rate or 1e-2 / math.sqrt(self.critic[2].out_features)
+            self.actor_logvar = nn.Parameter(torch.full((self.outputs,), args.policy_logvar))
+            groups.append({"params": [self.actor_logvar], "speed": 100 * self.outputs // 48})
+        units = second_units(dim + 1, args.hid1_mult, 10 * self.outputs)
+        value_units = second_units(dim + 1, args.hid1_mult, 5)
+        rate = args.learning_rate or 9e-4 / math.sqrt(units)
+        value_rate = args.value_learning_rate or 1e-2 / math.sqrt(value_units)
         value_adam = torch.optim.Adam(self.critic.parameters(), value_rate, fused=True)
         policy_adam = torch.optim.Adam(groups, rate, fused=True)
         self.optimizers = {"policy": policy_adam, "value": value_adam}
         self.obs_moments = RunningMoments((dim,))
         self.obs_moments.var.zero_()  # nothing seen, no spread: warm-up sees observations / 0.3
         self.replay = ()  # features [B, D + 1] and returns [B] of the batch before
-        given = {k: x for k, x in vars(args).items() if k in ("kl_targ", "beta") and x is not None}
-        self.servo = Servo(**PRESETS[args.servo] | given)
+        self.servo = Servo(**PRESETS[args.servo])
+        if args.kl_targ is not None:
+            self.servo.kl_targ = args.kl_targ
+        if args.beta is not None:
+            self.servo.beta = args.beta
         self.rng = np.random.default_rng(args.seed)  # of actions and minibatches
 
     def features(self, obs: torch.Tensor, time) -> torch.Tensor:
@@ -291,44 +580,90 @@ class Agent(nn.Module):
         """Action (sampled unless given), its log-probability [B], entropy [B] and value [B] at raw
         observations [B, D], `time` steps into their episodes."""
         features = self.features(obs, time)
-        policy, value = self.policy(features), self.critic(features).squeeze(-1)
+        policy = self.policy(features)
+        value = self.critic(features).squeeze(-1)
         if action is None:
-            sample = self.act(obs.cpu().numpy(), self.noise(len(obs)), time)
+            sample = self.numpy_actor()(obs.float().cpu().numpy(), self.noise(len(obs)), time)
             action = torch.as_tensor(sample, device=obs.device)
         return action, policy.log_prob(action), policy.entropy(), value
 
     @torch.no_grad()
-    def numpy_actor(self):
-        """The policy as it is now, as a function of raw observations [N, D], noise and time [N].
-        Numpy is several times faster than torch for the few observations of a step."""
-        moments, logvar = self.obs_moments, getattr(self, "actor_logvar", torch.zeros(()))
-        scale = (1.0 / (3.0 * (moments.var.sqrt() + 0.1))).float()
-        tensors = moments.mean.float(), scale, (0.5 * logvar).exp(), *self.actor.parameters()
-        shift, scale, std, *hidden, weight, bias = (x.clone().cpu().numpy().T for x in tensors)
+    def numpy_policy(self):
+        """The policy as it is now, as a function of raw observations [N, D] and time [N]: means and
+        deviation or, for choices, logits and 1. `check_actor` compares it with `policy` once a
+        rollout."""
+        moments = self.obs_moments
+        shift = moments.mean.float().cpu().numpy()
+        scale = (1.0 / (3.0 * (moments.var.sqrt() + 0.1))).float().cpu().numpy()
+        logvar = torch.zeros(()) if self.discrete else self.actor_logvar
+        std = (0.5 * logvar).exp().cpu().numpy()
+        output = as_numpy(self.actor)
 
-        def act(obs: np.ndarray, noise: np.ndarray | None = None, time=0) -> np.ndarray:
+        def policy(obs: np.ndarray, time=0):
             x = np.empty((len(obs), len(shift) + 1), np.float32)
             x[:, :-1] = (obs - shift) * scale
             x[:, -1] = 0.001 * np.asarray(time)
-            for w, b in zip(hidden[::2], hidden[1::2], strict=True):
-                x = np.tanh(x @ w + b)
-            x = x @ weight + bias
+            return output(x), std
+
+        return policy
+
+    def numpy_actor(self):
+        """`act` by the policy as it is now, on rows [N, D] and, of a Box, [N, A]."""
+        policy = self.numpy_policy()
+
+        def act(obs: np.ndarray, noise: np.ndarray | None = None, time=0) -> np.ndarray:
+            x, std = policy(obs, time)
             x = x if noise is None else x + std * noise
             return x.argmax(axis=-1) if self.discrete else x
 
         return act
 
     def act(self, obs: np.ndarray, noise: np.ndarray | None = None, time=0) -> np.ndarray:
-        """Actions [N, A] or [N] at raw observations [N, D] and time [N], or one time for all: the
-        means or likeliest ones or, given `noise(N)`, samples. They may lie beyond the box."""
-        return self.numpy_actor()(np.asarray(obs, np.float32), noise, time)
+        """Actions [N, ...] at raw observations [N, D] and time [N], or one time for all: the means
+        or likeliest ones or, given `noise(N)`, samples. They may lie beyond the box."""
+        actions = self.numpy_actor()(np.asarray(obs, np.float32), noise, time)
+        return actions.reshape(-1, *self.action_shape)
 
     def noise(self, num: int) -> np.ndarray:
         """Noise for `num` actions; for choices Gumbel's, so that the argmax is a sample."""
-        shape = num, self.actor[-1].out_features
         if self.discrete:
-            return self.rng.gumbel(size=shape).astype(np.float32)
-        return self.rng.standard_normal(shape, np.float32)
+            return self.rng.gumbel(size=(num, self.outputs)).astype(np.float32)
+        return self.rng.standard_normal((num, self.outputs), np.float32)
+
+
+def load_adam(adam: torch.optim.Adam, state: dict):
+    """Set what an optimizer has gathered; its settings stay those of the code."""
+    parameters = [p for group in adam.param_groups for p in group["params"]]
+    for number, gathered in state.items():
+        for name, x in gathered.items():
+            if x.dim() and x.shape != parameters[number].shape:
+                raise ValueError(f"{name} of parameter {number} has shape {tuple(x.shape)}")
+    adam.load_state_dict(adam.state_dict() | {"state": state})
+
+
+def check_learned(agent: nn.Module, *optimizers: torch.optim.Adam):
+    """RuntimeError for a parameter that no optimizer has: it was made or replaced after them."""
+    known = {p for adam in optimizers for group in adam.param_groups for p in group["params"]}
+    for name, p in agent.named_parameters():
+        if p.requires_grad and p not in known:
+            raise RuntimeError(f"{name} is in no optimizer: it would never be learned")
+
+
+@torch.no_grad()
+def check_actor(agent: Agent, obs: np.ndarray, time: np.ndarray):
+    """RuntimeError if `numpy_policy` is not the policy that learns, at observations [B, D] and
+    times [B]."""
+    device = agent.obs_moments.mean.device
+    acting = agent.numpy_policy()(obs, time)
+    output, std = (torch.as_tensor(x, device=device) for x in acting)
+    given = (torch.as_tensor(x, device=device) for x in (obs, time))
+    learned = agent.policy(agent.features(*given))
+    acting = Gaussian(output, 2.0 * std.log().expand_as(output))
+    if agent.discrete:
+        acting = Categorical(output.log_softmax(dim=-1))
+    for acts, learns in zip(acting, learned, strict=True):
+        if ((acts - learns).abs() > 1e-3 * (1.0 + learns.abs())).any():
+            raise RuntimeError("numpy_policy acts by another policy than `policy` learns")
 
 
 # --- algorithm ------------------------------------------------------------------------------------
@@ -375,7 +710,7 @@ class Servo:
     def adapt(self, kl: float):
         """After an update that ended at this KL. What moves the rate is beta as just set."""
         if kl > self.kl_targ * self.tolerance:
-            self.beta = min(self.beta_max, self.beta * self.factor)
+            self.beta = min(self.beta_max, max(self.beta, self.beta_min) * self.factor)
             if self.lr_servo == "with-beta" and self.beta > 30 and self.lr_multiplier > 0.1:
                 self.lr_multiplier /= 1.5
         elif kl < self.kl_targ / self.tolerance:
@@ -391,11 +726,13 @@ class Servo:
             self.lr_multiplier = min(self.lr_multiplier * 1.5, 1e-2 / learning_rate)
 
 
-PAPER = {"kl_targ": 0.01, "tolerance": 1.5, "factor": 2.0, "beta_min": 0.0, "beta_max": 1e9}
+# The paper has no limits. But a beta of 0 would never rise again; at 1e-3 the penalty is no longer
+# felt (beta d is 1e-5, where E[r A] moves by some 0.01), and ten doublings bring it back to 1.
+PAPER = {"kl_targ": 0.01, "tolerance": 1.5, "factor": 2.0, "beta_min": 1e-3, "beta_max": 1e9}
 PAPER |= {"hinge_coef": 0.0, "early_stop": math.inf, "lr_servo": "never"}
-RATE = {"beta": 0.0, "factor": 1.0, "tolerance": 2.0, "clip_coef": 0.2, "lr_servo": "with-kl"}
-PRESETS = {"coady": {}, "schulman": PAPER, "fixed": PAPER | {"factor": 1.0}}
-PRESETS |= {"learning-rate": PAPER | RATE}
+FIXED = PAPER | {"factor": 1.0, "beta_min": 0.0}
+RATE = FIXED | {"beta": 0.0, "tolerance": 2.0, "clip_coef": 0.2, "lr_servo": "with-kl"}
+PRESETS = {"coady": {}, "schulman": PAPER, "fixed": FIXED, "learning-rate": RATE}
 
 
 def advantages_and_returns(data: Rollout, values: np.ndarray, args: Args):
@@ -427,11 +764,13 @@ def policy_loss(policy, old, old_logprobs, actions, advantages, servo: Servo):
 
 def fit_policy(agent: Agent, features, actions, advantages, args: Args) -> dict[str, float]:
     """Up to `update_epochs` passes over the batch [B, ...], the early stop, and the servo."""
-    servo, adam = agent.servo, agent.optimizers["policy"]
+    servo = agent.servo
+    servo.kl_targ = args.kl_targ or servo.kl_targ
+    adam = agent.optimizers["policy"]
+    rate = args.learning_rate or adam.defaults["lr"]
     with torch.no_grad():
         old = agent.policy(features)
         old_logprobs = old.log_prob(actions)
-    rate = adam.defaults["lr"]
     for epoch in range(args.update_epochs + 1):
         # the loss that the next step descends also measures what the last one did
         given = old, old_logprobs, actions, advantages, servo
@@ -454,11 +793,14 @@ def fit_policy(agent: Agent, features, actions, advantages, args: Args) -> dict[
 def fit_value(agent: Agent, features, returns, args: Args):
     """Fit the value function to returns [B] at features [B, D + 1] and to the batch before, whose
     features and returns stay as they were; then keep this batch in its place."""
+    adam = agent.optimizers["value"]
+    for group in adam.param_groups:
+        group["lr"] = args.value_learning_rate or adam.defaults["lr"]
     inputs, targets = features, returns
     if agent.replay:
         inputs, targets = map(torch.cat, zip((features, returns), agent.replay, strict=True))
     # minibatches of 256 to 511; a pass shuffles all, but stops after as many as this batch has
-    batches, adam = max(len(returns) // 256, 1), agent.optimizers["value"]
+    batches = max(len(returns) // 256, 1)
     width = len(returns) // batches
     for _ in range(args.value_epochs):
         order = torch.as_tensor(agent.rng.permutation(len(targets)), device=targets.device)
@@ -472,7 +814,9 @@ def fit_value(agent: Agent, features, returns, args: Args):
 
 def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
     """One iteration of learning: advantages, policy, value function, in this order."""
-    valid, device = data.valid, agent.obs_moments.mean.device
+    check_learned(agent, *agent.optimizers.values())
+    valid = data.valid
+    device = agent.obs_moments.mean.device
     # scaled for learning as they were for acting; the moments take them in for the next iteration
     obs = torch.as_tensor(data.obs, device=device)
     features = agent.features(obs, torch.arange(len(obs), device=device)[:, None])
@@ -497,64 +841,141 @@ def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
 
 
 # --- rollout --------------------------------------------------------------------------------------
-def rollout(agent: Agent, envs: list[Episodes], episodes: int, run: "Run | None" = None) -> Rollout:
-    """Play whole episodes. As many start as are wanted, and all are played to their ends: taking
-    the first that end, or cutting the last off, would favour short ones. `run` logs them."""
-    act, left, ended = agent.numpy_actor(), episodes, []
+@dataclass
+class Episode:
+    """What was seen and done in it so far, a row a step; there is one more observation."""
+
+    obs: list[np.ndarray]
+    actions: list[np.ndarray] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    terminated: bool = False
+    truncated: bool = False
+
+
+def side_by_side(episodes: list[list]) -> np.ndarray:
+    """Rows [t, ...] of E episodes as one array [T, E, ...], with 0 beyond their ends."""
+    tensors = [torch.as_tensor(np.array(rows)) for rows in episodes]
+    return nn.utils.rnn.pad_sequence(tensors).numpy()
+
+
+def rollout(agent: Agent, envs: Envs | WorkerEnvs, episodes: int, run: "Run | None" = None):
+    """Play whole episodes, a Rollout. As many start as are wanted, and all are played to their
+    ends: taking the first that end, or cutting the last off, would favour short ones. `run` logs
+    them."""
+    N = len(envs.over)
+    left = episodes  # to begin
+    act = agent.numpy_actor()
+    actions = np.zeros(N, int) if agent.discrete else np.zeros((N, agent.outputs), np.float32)
+    running = {}  # by environment
+    ended = []  # in the order of their ends
     while len(ended) < episodes:
-        for env in [env for env in envs if env.over][:left]:
-            env.reset()
-            left -= 1
-        playing = [env for env in envs if not env.over]
-        obs = np.array([env.obs[-1] for env in playing])
-        actions = act(obs, agent.noise(len(playing)), [len(env.rewards) for env in playing])
+        if left and np.count_nonzero(envs.over):
+            over = envs.over & (envs.over.cumsum() <= left)
+            envs.step(actions, over)  # begins new episodes
+            left -= int(over.sum())
+            running |= {i: Episode([envs.obs[i].copy()]) for i in over.nonzero()[0].tolist()}
+        going = ~envs.over
+        obs = envs.obs[going]  # [K, D], of those that play
+        time = envs.lengths[going]
+        actions[going] = act(obs, agent.noise(len(obs)), time)
+        rewards, terminated, truncated = envs.step(actions, going)
+        for i in going.nonzero()[0].tolist():
+            episode = running[i]
+            episode.obs.append(envs.obs[i].copy())
+            episode.actions.append(actions[i].copy())
+            episode.rewards.append(rewards[i])
+            if envs.over[i]:
+                episode.terminated = terminated[i]
+                episode.truncated = truncated[i]
+                ended.append(episode)
         if run:
-            run.global_step += len(playing)
-        for env, action in zip(playing, actions, strict=True):
-            env.step(action)
-            if env.over:
-                ended.append((env.obs, env.actions, env.rewards, env.terminated, env.truncated))
-            if env.over and run:
-                run.log_episode(run.global_step, math.fsum(env.rewards), len(env.rewards))
-    *fields, terminated, truncated = zip(*ended, strict=True)  # now side by side
-    tensors = ([torch.as_tensor(np.array(x)) for x in field] for field in fields)
-    padded = (nn.utils.rnn.pad_sequence(each).numpy() for each in tensors)
-    lengths = np.array([len(rewards) for rewards in fields[2]])
-    return Rollout(*padded, lengths, np.array(terminated), np.array(truncated))
+            run.global_step += len(obs)
+            if envs.ended:
+                run.log_episodes(envs.ended)
+    check_actor(agent, np.array(ended[0].obs[:8]), np.arange(len(ended[0].obs[:8])))
+    return Rollout(
+        side_by_side([episode.obs for episode in ended]),
+        side_by_side([episode.actions for episode in ended]),
+        side_by_side([episode.rewards for episode in ended]),
+        np.array([len(episode.rewards) for episode in ended]),
+        np.array([episode.terminated for episode in ended]),
+        np.array([episode.truncated for episode in ended]),
+    )
 
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's folder, its logs and its counters."""
+    """A run's folder, its logs and its counters. While this is open, the folder is its alone."""
 
     def __init__(self, args: Args, checkpoint: dict):
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        self.folder = args.resume or args.run_dir or Path("runs") / name
+        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
+        self.global_step, self.iteration, seconds, rows = checkpoint.get("counters", (0, 0, 0.0, 0))
+        self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
+        self.start = time.monotonic() - seconds
+        self.status = "failed"  # until training has ended well
+        self.new = not args.resume
+        self.folder = args.resume or args.run_dir
+        try:
+            self.folder = self.folder or new_folder(args)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            refuse_links(self.folder)
+            path = self.folder / "episodes.csv"
+            self.csv = open(path, "a", buffering=1)  # noqa: SIM115
+            fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"{self.folder}: another process trains in this folder")
+        except OSError as error:
+            fail(f"{self.folder}: {error}")
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {self.folder} goes on with it")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        # what was logged after the checkpoint goes: it will be logged again
+        known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
+        self.csv.truncate(len(b"".join(known)))
+        self.rows = len(known) - 1
+        if not known:
+            self.csv.write("global_step,seconds,return,length\n")
+            self.rows = 0
+        self.wandb = None
         if args.track:
             import wandb  # before the writer, which it follows
 
             project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **project)
-        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
-        self.global_step, self.iteration, seconds, size = checkpoint.get("counters", (0, 0, 0.0, 0))
-        self.start = time.monotonic() - seconds
-        # what was logged after the checkpoint goes: it will be logged again
+            more = {"config": vars(self.args), "sync_tensorboard": True}
+            more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one, however often resumed
+            self.wandb = wandb.init(name=self.folder.name, **project, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
-        self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
-        self.csv.truncate(self.csv.seek(min(size, self.csv.tell())))
-        if self.csv.tell() == 0:
-            self.csv.write("global_step,seconds,return,length\n")
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
-    def log_episode(self, step: int, episodic_return: float, length: int):
-        self.csv.write(f"{step},{time.monotonic() - self.start:.2f},{episodic_return},{length}\n")
-        self.writer.add_scalar("charts/episodic_return", episodic_return, step)
-        self.writer.add_scalar("charts/episodic_length", length, step)
-        self.bar.write(f"global_step={step}, episodic_return={episodic_return:.4f}")
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        self.bar.close()
+        self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
+        self.write_json(self.status)
+        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
+            for pattern in ("run.json", "checkpoint.pt", "episodes.csv", "events.out.tfevents.*"):
+                for path in self.folder.glob(pattern):
+                    path.unlink()
+            with contextlib.suppress(OSError):  # something else is in the folder
+                self.folder.rmdir()
+        self.csv.close()
+
+    def log_episodes(self, ended: list[tuple[int, float, int]]):
+        """Log the (environment, return, length) of the episodes that one step has ended: a row
+        each, and for TensorBoard, which has one value a step, their mean."""
+        for _, episodic_return, length in ended:
+            seconds = time.monotonic() - self.start
+            self.csv.write(f"{self.global_step},{seconds:.2f},{episodic_return},{length}\n")
+            self.bar.write(f"global_step={self.global_step}, episodic_return={episodic_return:.4f}")
+            self.returns.append(episodic_return)
+        self.rows += len(ended)
+        _, returns, lengths = zip(*ended, strict=True)
+        self.writer.add_scalar("charts/episodic_return", np.mean(returns), self.global_step)
+        self.writer.add_scalar("charts/episodic_length", np.mean(lengths), self.global_step)
 
     def log(self, metrics: dict[str, float]):
         self.iteration += 1
@@ -563,39 +984,75 @@ class Run:
         for tag, value in metrics.items():
             self.writer.add_scalar(tag, value, self.global_step)
 
-    def write_json(self, status: str) -> float | None:
-        """Write run.json; returns the mean return of the last 100 training episodes."""
-        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
-        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
+    def final_return(self) -> float | None:
+        """The mean return of the last 100 training episodes, if there is one."""
+        mean = float(np.mean(self.returns)) if self.returns else math.nan
+        return mean if math.isfinite(mean) else None
+
+    def write_json(self, status: str):
         versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
         content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
         content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
-        content |= {"wall_seconds": round(time.monotonic() - self.start, 2), "final_return": final}
+        content["wall_seconds"] = round(time.monotonic() - self.start, 2)
+        content["final_return"] = self.final_return()
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
-        return final
 
 
-def save(run: Run, agent: Agent, envs: list[Episodes]):
+def new_folder(args: Args) -> Path:
+    """A new folder below runs/, of this run alone: two that start in one second get two."""
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    for k in itertools.count(1):
+        folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+
+
+def refuse_links(folder: Path):
+    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            fail(f"{path} is a link: a run writes into its own folder alone")
+
+
+def save(run: Run, agent: Agent, envs):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    state = {"args": vars(run.args), "agent": agent.state_dict(), "replay": agent.replay}
+    state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
     state["optimizers"] = {k: x.state_dict()["state"] for k, x in agent.optimizers.items()}
     state["servo"] = {"beta": agent.servo.beta, "lr_multiplier": agent.servo.lr_multiplier}
-    # no episode is running between iterations
-    state |= {"rng": agent.rng.bit_generator.state, "episodes": [env.episode for env in envs]}
-    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.csv.tell()
+    state |= {"replay": agent.replay, "rng": agent.rng.bit_generator.state}
+    state["played"] = [(episode, torch.tensor(x)) for episode, x in envs.played()]
+    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.rows
+    state |= {"returns": list(run.returns), "wandb": run.wandb and run.wandb.id}
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
 
 def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
+    content, path = {}, Path(folder) / "checkpoint.pt"
     try:
-        content = torch.load(Path(folder) / "checkpoint.pt", map_location="cpu", weights_only=True)
+        if not path.is_file():
+            raise FileNotFoundError(path.name)
+        with zipfile.ZipFile(path) as file:
+            if file.testzip():
+                raise ValueError("it is damaged")
+        content = torch.load(path, map_location="cpu", weights_only=True)
         args = Args(**content["args"])
+        step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
+        content["counters"] = int(step), int(iteration), float(seconds), int(rows)
+        content["returns"] = [float(x) for x in content.get("returns", ())]
+        content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none yet
+        if not all(number >= 0 for number in numbers):
+            raise ValueError(f"its counters are {numbers}")
     except Exception as error:  # damage shows in many ways
-        fail(f"{folder}: no checkpoint.pt that can be read: {error!r}")
-    args.env_id = args.env_id.split(":")[-1]  # a module's code runs if the command line names it
+        maker = f", made by {content['script']}" if "script" in content else ""
+        fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
+    module, _, name = args.env_id.rpartition(":")
+    if module != "envpool":  # a module's code runs if the command line names it
+        args.env_id = name
     return content | {"args": args}
 
 
@@ -603,7 +1060,10 @@ def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]
     """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
     checkpoint = load_checkpoint(folder)
     args = args or checkpoint["args"]
-    agent = Agent(env or make_env(args.env_id), args)
+    envs = env or make_envs(args, 1)
+    agent = Agent(envs, args)
+    if env is None:
+        envs.close()
     try:
         agent.load_state_dict(checkpoint["agent"])
     except RuntimeError as error:
@@ -611,34 +1071,112 @@ def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]
     return agent, args
 
 
+def drawn_env(args: Args) -> gym.Env:
+    """An environment whose frames can be drawn; one clear line if they can't."""
+    if args.env_id.startswith("envpool:"):
+        fail("--capture-video: of gymnasium's environments alone, not EnvPool's")
+    if sys.platform == "linux":
+        os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
+    env = make_env(args.env_id, **json.loads(args.env_kwargs) | {"render_mode": "rgb_array"})
+    if hasattr(env.unwrapped, "mujoco_renderer"):
+        model = env.unwrapped.model
+        if model.ncam:
+            env.unwrapped.mujoco_renderer.camera_id = 0  # follows the robot
+        # without a GPU shadows, smooth edges and reflections take nine tenths of the time
+        model.vis.quality.shadowsize = 0
+        model.vis.quality.offsamples = 0
+        model.mat_reflectance[:] = 0.0
+    try:
+        env.reset(seed=0)
+        env.render()
+    except Exception as error:  # no display, or a package for drawing is missing
+        fail(f"--capture-video: {args.env_id} can't be drawn: {error!r}")
+    return env
+
+
 def evaluate(args: Args) -> list[float]:
     """Play the run in `args.evaluate` greedily; `capture_video` records it into its videos/."""
-    if args.capture_video and sys.platform == "linux":
-        os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
-    env = make_env(args.env_id, **{"render_mode": "rgb_array"} if args.capture_video else {})
-    if hasattr(env.unwrapped, "mujoco_renderer") and env.unwrapped.model.ncam:
-        env.unwrapped.mujoco_renderer.camera_id = 0  # follows the robot
+    played = replace(args, seed=episode_seed(args.seed, 2**31))
     if args.capture_video:
+        refuse_links(args.evaluate)
         videos = str(args.evaluate / "videos")
-        env = gym.wrappers.RecordVideo(env, videos, lambda _: True, disable_logger=True)
-    env = Episodes(env, replace(args, seed=episode_seed(args.seed, 2**31)), 0)
-    act, returns = load(args.evaluate, env)[0].numpy_actor(), []
-    for episode in range(args.eval_episodes):
-        env.reset()
-        while not env.over:
-            env.step(act(env.obs[-1][None], time=len(env.rewards))[0])
-        returns.append(math.fsum(env.rewards))
-        print(f"eval_episode={episode}, episodic_return={returns[-1]:.2f}", flush=True)
-    env.close()
+        env = gym.wrappers.RecordVideo(drawn_env(args), videos, lambda _: True, disable_logger=True)
+        envs = Envs([env], played)
+        print(f"videos: {videos}")
+    else:
+        envs = own_envs(played, [0], None)
+    returns = []
+    bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
+    with contextlib.closing(envs), bar:
+        act = load(args.evaluate, envs)[0].numpy_actor()
+        while len(returns) < args.eval_episodes:
+            try:
+                envs.step(act(envs.obs, time=envs.lengths), np.ones(1, bool))
+            except TimeoutError as error:
+                fail(str(error))
+            bar.update()
+            for _, episodic_return, _ in envs.ended:
+                said = f"eval_episode={len(returns)}, episodic_return={episodic_return:.2f}"
+                bar.clear()
+                print(said, flush=True)
+                returns.append(episodic_return)
     print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
 
 
 # --- training -------------------------------------------------------------------------------------
-def finished(run: Run, envs: list[Episodes], args: Args) -> bool:
-    episodes = sum(env.episode + 1 for env in envs) - 5  # those of the first scale do not count
-    played = episodes if args.num_episodes else run.global_step
-    return played >= (args.num_episodes or args.total_timesteps)
+def finished(run: Run, envs: Envs | WorkerEnvs, args: Args) -> bool:
+    if not args.num_episodes:
+        return run.global_step >= args.total_timesteps
+    episodes = sum(episode + 1 for episode, _ in envs.played())
+    return episodes - 5 >= args.num_episodes  # those of the first scale do not count
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """The list of the signals that have come. The first ends training after its iteration, the next
+    acts at once. Outside the main thread, which alone may handle signals, none is caught."""
+    stop = []
+
+    def handler(number, frame):
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        os.write(2, b"\nstopping after this iteration\n")
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in SIGNALS if main}
+    try:
+        yield stop
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def restore(agent: Agent, checkpoint: dict, folder: Path):
+    """Set optimizers, servo, replayed batch and random numbers to what the checkpoint has."""
+    device = agent.obs_moments.mean.device
+    try:
+        for name, adam in agent.optimizers.items():
+            load_adam(adam, checkpoint["optimizers"][name])
+        agent.servo.beta = float(checkpoint["servo"]["beta"])
+        agent.servo.lr_multiplier = float(checkpoint["servo"]["lr_multiplier"])
+        agent.replay = tuple(x.to(device) for x in checkpoint["replay"])
+        if agent.replay:
+            features, returns = agent.replay
+            agent.critic(features).squeeze(-1) - returns  # they fit
+        agent.rng.bit_generator.state = checkpoint["rng"]
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        fail(f"{folder}: its checkpoint does not fit: {error!r}")
+
+
+def check_finite(iteration: int, values: dict):
+    """FloatingPointError that names the first value with a NaN or an infinity."""
+    for name, x in values.items():
+        if not torch.as_tensor(x).isfinite().all():
+            raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
 
 
 def train(args: Args) -> Path:
@@ -647,62 +1185,46 @@ def train(args: Args) -> Path:
     torch.backends.cudnn.deterministic = args.torch_deterministic
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
-    envs = [Episodes(make_env(args.env_id), args, i) for i in range(args.num_envs)]
-    torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-    agent = load(args.resume, envs[0], args)[0] if args.resume else Agent(envs[0], args)
-    agent.to(device)
-    if args.resume:
-        for name, adam in agent.optimizers.items():
-            adam.load_state_dict(adam.state_dict() | {"state": checkpoint["optimizers"][name]})
-        agent.servo = replace(agent.servo, **checkpoint["servo"])
-        agent.replay = tuple(x.to(device) for x in checkpoint["replay"])
-        agent.rng.bit_generator.state = checkpoint["rng"]
-        for env, episode in zip(envs, checkpoint["episodes"], strict=True):
-            env.episode = episode
-    run = Run(args, checkpoint)
-    run.bar.total = None if args.num_episodes else args.total_timesteps
-    run.bar.write(f"{args.env_id} on {device}, in {run.folder}")
-    stop, status = [], "failed"
+    with contextlib.closing(make_envs(args, args.num_envs, checkpoint)) as envs:
+        torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
+        agent = load(args.resume, envs, args)[0] if args.resume else Agent(envs, args)
+        agent.to(device)
+        if args.resume:
+            restore(agent, checkpoint, args.resume)
+        with stop_signals() as stop, Run(args, checkpoint) as run:
+            run.bar.total = None if args.num_episodes else args.total_timesteps
+            run.bar.write(f"{args.env_id} on {device}, in {run.folder}")
+            save(run, agent, envs)
+            while not finished(run, envs, args) and not stop:
+                if run.iteration == 0:  # the first scale; its 5 episodes count for nothing else
+                    data = rollout(agent, envs, 5)
+                    agent.obs_moments.update(data.obs[:-1][data.valid])
+                data = rollout(agent, envs, args.episodes_per_batch, run)
+                metrics = update(agent, data, args)
+                check_finite(run.iteration, {"observations": data.obs, "rewards": data.rewards})
+                check_finite(run.iteration, metrics | agent.state_dict())
+                run.log(metrics)
+                if run.iteration % args.checkpoint_interval == 0:
+                    save(run, agent, envs)
+            save(run, agent, envs)
+            run.status = "finished" if finished(run, envs, args) else "running"
+    return finish(run, agent, stop)
 
-    def handler(number, frame):  # ends training after this iteration; the next signal acts at once
-        stop.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        os.write(2, b"\nstopping after this iteration\n")
 
-    signals = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)}
-    before = {number: signal.signal(number, handler) for number in signals}
-    try:
-        save(run, agent, envs)
-        while not finished(run, envs, args) and not stop:
-            if run.iteration == 0:  # the first scale, from 5 episodes that count for nothing else
-                data = rollout(agent, envs, 5)
-                agent.obs_moments.update(data.obs[:-1][data.valid])
-            data = rollout(agent, envs, args.episodes_per_batch, run)
-            metrics = update(agent, data, args)
-            checked = {"observations": data.obs, "rewards": data.rewards} | metrics
-            for name, x in (checked | agent.state_dict()).items():
-                if not torch.as_tensor(x).isfinite().all():
-                    raise FloatingPointError(f"iteration {run.iteration}: {name} is not finite")
-            run.log(metrics)
-            if run.iteration % args.checkpoint_interval == 0:
-                save(run, agent, envs)
-        save(run, agent, envs)
-        status = "finished" if finished(run, envs, args) else "running"
-    finally:
-        for log in (run.bar, run.writer, run.csv):
-            log.close()
-        final = run.write_json(status)
-        for number, old in before.items():
-            signal.signal(number, old)
+def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
+    """Say how to go on or to play; play and record, if that is wanted."""
     script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
-    folder += f" --env-id {args.env_id}" if ":" in args.env_id else ""  # it must be given again
-    if status == "running":
+    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
+        folder += f" --env-id {run.args.env_id}"
+    if run.status == "running":
         print(f"go on with: {script} --resume {folder}")
         raise SystemExit(128 + stop[0])
+    final = run.final_return()
     print(f"return {final} over the last 100 episodes; play: {script} --evaluate {folder}")
-    if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
-    if args.capture_video:
+    if run.args.save_model:
+        name = f"{Path(run.args.exp_name).name}.cleanrl_model"
+        torch.save(agent.state_dict(), run.folder / name)
+    if run.args.capture_video:
         evaluate(replace(run.args, evaluate=run.folder))
     return run.folder
 

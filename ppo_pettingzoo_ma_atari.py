@@ -22,17 +22,25 @@ What one player wins the other loses: returns say nothing, charts/win_rate does,
 `--eval-interval` iterations ago. Left out on purpose: more than two players, leagues, --compile.
 """
 
+import contextlib
+import fcntl
 import importlib.util
+import itertools
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import sys
+import threading
 import time
+import zipfile
+from collections import deque
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -92,18 +100,33 @@ class Args:
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
-        low = {"minibatch_size": 4, "seed": 0, "num_threads": 0}
+        low = {"minibatch_size": 2, "seed": 0, "num_threads": 0}
         high = {"gamma": 1, "gae_lambda": 1}
-        for name, value in vars(self).items():
-            least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
-            if type(value) in (int, float) and not least <= value <= most:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
-        if self.resume and (self.run_dir or self.evaluate):
-            raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
+        check(self, low, high)
+
+
+def check(args, low: dict, high: dict):
+    """ValueError for a value of another type than its field's, for a number out of bounds (by
+    default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
+    for name, hint in get_type_hints(type(args)).items():
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        kinds = get_args(hint) or (hint,)
+        if not isinstance(value, kinds) and not (float in kinds and isinstance(value, int)):
+            raise ValueError(f"{flag} {value!r}: not of type {hint}")
+        if type(value) in (int, float):
+            least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
+            if not least <= value <= most:
+                raise ValueError(f"{flag} {value}: not in {least} ... {most}")
+    if not args.exp_name:
+        raise ValueError("--exp-name '': a name is wanted")
+    if args.resume and (args.run_dir or args.evaluate):
+        raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
     def given(resume: Path | None = None, evaluate: Path | None = None):
         return resume or evaluate
@@ -113,10 +136,14 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
     if args.resume and (args.env_id, args.num_envs) != (saved.env_id, saved.num_envs):
         fail(f"{args.resume} goes on with its {saved.num_envs} environments of {saved.env_id}")
-    more = ["moviepy"] * args.capture_video + ["wandb"] * args.track
-    for package in ["pettingzoo", "multi_agent_ale_py", "ale_py", *more]:
+    for package in ("pettingzoo", "multi_agent_ale_py", "ale_py"):
         if importlib.util.find_spec(package) is None:
             fail(f"{package} is not installed: pip install {package}")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("--track: wandb is not installed: pip install wandb")
+    there = importlib.util.find_spec("moviepy") and metadata.version("moviepy") >= "2"
+    if args.capture_video and not there:  # which is better known before training
+        fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
     return args
 
 
@@ -140,39 +167,57 @@ class Envs:
 
     Autoreset is "next step": the step that ends a game returns its true last observation; the
     next one ignores its actions and returns a new game's first observation with reward 0.
+    Every game follows from its number; the actions of the running ones are kept, to play them again
+    on resuming.
     """
 
     def __init__(self, args: Args, n: int, autoreset: bool = True):
-        more = {"auto_rom_install_path": Path(importlib.util.find_spec("ale_py").origin).parent}
-        seeds = [episode_seed(args.seed, g) % 2**31 for g in range(n // 2)]  # of mazes and the like
+        roms = {"auto_rom_install_path": Path(importlib.util.find_spec("ale_py").origin).parent}
         try:
             make = importlib.import_module(f"pettingzoo.atari.{args.env_id}").parallel_env
-            self.games = [make(seed=seed, **more).unwrapped for seed in seeds]
+            self.games = [make(**roms).unwrapped for _ in range(n // 2)]
             _first, _second = self.games[0].possible_agents
         except (ImportError, AttributeError, OSError, ValueError) as error:
             fail(f"--env-id {args.env_id}: {error} (ids are PettingZoo's for two, as pong_v3)")
         self.ales = [game.ale for game in self.games]
-        self.actions, sizes = self.games[0].action_mapping, self.ales[0].getScreenDims()
-        self.action_space = gym.spaces.Discrete(len(self.actions))
+        self.codes = self.games[0].action_mapping  # ALE's numbers of the actions
+        self.action_space = gym.spaces.Discrete(len(self.codes))
         # 84 times how much of each pixel is in each of 84 equal parts: whole numbers, exact sums
+        sizes = self.ales[0].getScreenDims()
         reached = [np.clip(np.linspace(0, m, 85)[:, None] - np.arange(m), 0, 1) for m in sizes]
         self.columns, self.rows = (np.float32(84 * np.diff(x, axis=0)).round() for x in reached)
-        self.seed, self.autoreset, self.max_steps = args.seed, autoreset, 25_000  # 100,000 frames
+        self.seed, self.autoreset = args.seed, autoreset
+        self.max_steps = 25_000  # of a game: 100,000 frames
         self.obs = np.zeros((n, 6, 84, 84), np.uint8)
         self.obs[::2, 4] = self.obs[1::2, 5] = 255
-        # [N], whether a player's episode has ended; its raw score and its steps so far
-        self.over, (self.scores, self.lengths) = np.zeros(n, bool), np.zeros((2, n))
-        self.episodes = np.full(n // 2, -1)
+        self.over = np.zeros(n, bool)  # [N], a player's episode has ended
+        self.scores = np.zeros(n)  # [N], of the episode so far, raw
+        self.lengths = np.zeros(n, int)
+        self.ended = []  # (player, score, length) of each episode that the last step ended
+        self.episodes = [-1] * (n // 2)  # how many each game has ended
+        self.actions = [[] for _ in self.games]  # of the running games
+        self.starts = [None] * (n // 2)  # each emulator as it was when its game started
         for g in range(n // 2):
             self.reset(g)
 
     def reset(self, g: int):
-        """Start a game, which 1 to 30 no-ops tell from others."""
-        pair, self.episodes[g] = slice(2 * g, 2 * g + 2), self.episodes[g] + 1
-        self.over[pair] = self.scores[pair] = self.lengths[pair] = 0
-        self.ales[g].reset_game()
-        for _ in range(1 + episode_seed(self.seed, g, self.episodes[g]) % 30):
+        """Start the next game, which 1 to 30 no-ops tell from others. What else is random in it,
+        mazes and the like, follows from the start of the game before; every 16th is seeded."""
+        self.episodes[g] += 1
+        episode, game = self.episodes[g], self.games[g]
+        if episode % 16 == 0:  # which takes 0.1 s: the ROM is loaded again
+            game.reset(seed=(episode_seed(self.seed, g) + episode // 16) % 2**31)
+        else:
+            game.restore_full_state(self.starts[g])
+            self.ales[g].reset_game()
+        self.starts[g] = game.clone_full_state()
+        for _ in range(1 + episode_seed(self.seed, g, episode) % 30):
             self.ales[g].act(np.zeros(2, int))
+        self.actions[g] = []
+        pair = slice(2 * g, 2 * g + 2)
+        self.over[pair] = False
+        self.scores[pair] = 0.0
+        self.lengths[pair] = 0
         self.obs[pair, :4] = self.shrink(self.ales[g].getScreenGrayscale())
 
     def shrink(self, *screens: np.ndarray) -> np.ndarray:
@@ -180,36 +225,60 @@ class Envs:
         sums = self.rows @ np.float32(np.max(screens, axis=0)[:, :, 0]) @ self.columns.T
         return np.uint8(sums / screens[0].size + 0.5)
 
-    def step(self, actions: np.ndarray):
-        """Take actions [N]: clipped rewards, terminated, truncated [N]."""
-        before, rewards, actions = self.over.copy(), np.zeros(len(self.over)), self.actions[actions]
-        for g, ale in enumerate(self.ales):
-            pair, screens = slice(2 * g, 2 * g + 2), []
-            over = self.over[pair]  # a view: changes in place
-            while len(screens) < 4 and not over.all():
-                rewards[pair] += ~over * ale.act(np.where(over, 0, actions[pair]))
+    def play(self, g: int, actions: np.ndarray, seen: bool = True):
+        """A step of a game's two players: clipped rewards, terminated, truncated [2]. Their
+        observations change only if `seen`."""
+        pair, ale, rewards = slice(2 * g, 2 * g + 2), self.ales[g], np.zeros(2)
+        before = self.over[pair].copy()
+        over = self.over[pair]  # a view: changes in place
+        screens = []
+        for _ in range(4):
+            if not over.all():
+                rewards += ~over * ale.act(np.where(over, 0, self.codes[actions]))
                 over |= (ale.allLives() < 0) | ale.game_over()
-                screens.append(ale.getScreenGrayscale())
-            if screens:
-                self.obs[pair, :4] = [*self.obs[2 * g, 1:4], self.shrink(*screens[-2:])]
-            elif self.autoreset:
-                self.reset(g)
-        self.scores += rewards
-        self.lengths += ~before
-        truncated = ~self.over & (self.lengths >= self.max_steps)
-        terminated, self.over = self.over & ~before, self.over | truncated
+                screens += [ale.getScreenGrayscale()] if seen else []
+        if seen:
+            self.obs[pair, :4] = [*self.obs[2 * g, 1:4], self.shrink(*screens[-2:])]
+        self.actions[g].append(actions)
+        self.scores[pair] += rewards
+        self.lengths[pair] += ~before
+        terminated = over & ~before
+        truncated = ~over & (self.lengths[pair] >= self.max_steps)
+        over |= truncated
         return np.sign(rewards), terminated, truncated
 
-    def state_dict(self) -> dict:
-        """All that `load_state_dict` needs to go on to the same bits."""
-        content = {name: torch.tensor(x) for name, x in vars(self).items() if type(x) is np.ndarray}
-        return content | {"games": [torch.tensor(game.clone_full_state()) for game in self.games]}
+    def step(self, actions: np.ndarray):
+        """Take actions [N]: clipped rewards, terminated, truncated [N]."""
+        rewards = np.zeros(len(self.over))
+        terminated = np.zeros(len(self.over), bool)
+        truncated = np.zeros(len(self.over), bool)
+        for g in range(len(self.games)):
+            pair = slice(2 * g, 2 * g + 2)
+            if not self.over[pair].all():
+                rewards[pair], terminated[pair], truncated[pair] = self.play(g, actions[pair])
+            elif self.autoreset:
+                self.reset(g)
+        ended = np.flatnonzero(terminated | truncated).tolist()
+        self.ended = [(i, float(self.scores[i]), int(self.lengths[i])) for i in ended]
+        return rewards, terminated, truncated
 
-    def load_state_dict(self, content: dict):
-        for game, state in zip(self.games, content.pop("games"), strict=True):
-            game.restore_full_state(state.numpy())
-        for name, x in content.items():
-            getattr(self, name)[:] = x.numpy()
+    def played(self) -> list[tuple[int, np.ndarray]]:
+        """What plays the running games again: their numbers and actions so far, [t, 2]."""
+        actions = [np.array(x, int).reshape(-1, 2) for x in self.actions]
+        return [*zip(self.episodes, actions, strict=True)]
+
+    def play_again(self, played: list[tuple[int, np.ndarray]]):
+        """Bring the games to where they were when `played` gave this."""
+        for g, (episode, actions) in zip(range(len(self.games)), played, strict=True):
+            self.episodes[g] = episode - episode % 16 - 1
+            while self.episodes[g] < episode:
+                self.reset(g)
+            for t, pair in enumerate(actions):
+                self.play(g, pair, seen=t >= len(actions) - 4)  # observations have 4 frames
+
+    def close(self):
+        for game in self.games:
+            game.close()
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -280,26 +349,36 @@ class Rollout(NamedTuple):
     # game's: there its action was ignored and the reward is none
 
 
-def ppo_loss(agent, args, obs, actions, old_logprobs, advantages, returns, old_values):
+class Batch(NamedTuple):
+    obs: torch.Tensor  # [B, 6, 84, 84], bytes
+    actions: torch.Tensor  # [B]
+    logprobs: torch.Tensor  # [B], of the policy that acted
+    advantages: torch.Tensor  # [B]
+    returns: torch.Tensor  # [B]
+    values: torch.Tensor  # [B], before the update
+
+
+def ppo_loss(agent, args: Args, batch: Batch):
     """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and what is
-    logged of it. Old is what policy and value function gave before the update."""
-    _, logprob, entropy, value = agent(obs, actions)
-    logratio = logprob - old_logprobs
+    logged of it."""
+    _, logprob, entropy, value = agent(batch.obs, batch.actions)
+    logratio = logprob - batch.logprobs
     ratio = logratio.exp()
 
+    advantages = batch.advantages
     if args.norm_adv:  # per minibatch (detail 7)
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     # clipped surrogate (detail 8)
     clipped = ratio.clamp(1.0 - args.clip_coef, 1.0 + args.clip_coef)
     policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
 
-    error = (value - returns).square()
+    error = (value - batch.returns).square()
     if args.clip_vloss:  # value clipping (detail 9)
-        near = old_values + (value - old_values).clamp(-args.clip_coef, args.clip_coef)
-        error = torch.max(error, (near - returns).square())
+        change = (value - batch.values).clamp(-args.clip_coef, args.clip_coef)
+        error = torch.max(error, (batch.values + change - batch.returns).square())
     value_loss = 0.5 * error.mean()
 
-    entropy = entropy.mean()  # whose bonus encourages exploration (detail 10)
+    entropy = entropy.mean()  # a bonus on it encourages exploration (detail 10)
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
     metrics = {"value_loss": value_loss, "policy_loss": policy_loss, "entropy": entropy}
@@ -310,32 +389,38 @@ def ppo_loss(agent, args, obs, actions, old_logprobs, advantages, returns, old_v
 def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, args: Args):
     """One iteration of learning from a rollout; returns the metrics, averaged over minibatches."""
     numbers = data.rewards, data.values.cpu().double().numpy(), data.terminated, data.truncated
-    advantages = gae(*numbers, args.gamma, args.gae_lambda)  # detail 5
-    advantages, values = torch.tensor(advantages).to(data.values), data.values[:-1]
+    advantages = torch.tensor(gae(*numbers, args.gamma, args.gae_lambda))  # detail 5
+    values = data.values[:-1]
+    advantages = advantages.to(values)
     fields = data.obs, data.actions, data.logprobs, advantages, advantages + values, values
-    batch = [x.flatten(0, 1) for x in fields]  # [B, ...], B = T * N
+    batch = Batch(*[x.flatten(0, 1) for x in fields])  # [B, ...], B = T * N
 
-    rows, steps = np.flatnonzero(data.valid), []  # what is learned from; metrics of each step
+    rows = np.flatnonzero(data.valid)  # what is learned from
+    num_minibatches = min(args.num_minibatches, len(rows) // 2)  # two rows at least in each
+    if num_minibatches == 0:  # nothing to learn from
+        return {}
+    steps = []  # metrics of each step
     rng = np.random.default_rng((args.seed, iteration, 1))
     agent.adam.param_groups[0]["lr"] = learning_rate
     for _ in range(args.update_epochs):
         order = torch.as_tensor(rng.permutation(rows), device=values.device)
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
-        for minibatch in order.tensor_split(args.num_minibatches):
-            loss, metrics = ppo_loss(agent, args, *[x[minibatch] for x in batch])
+        for minibatch in order.tensor_split(num_minibatches):
+            loss, metrics = ppo_loss(agent, args, Batch(*[x[minibatch] for x in batch]))
             agent.adam.zero_grad()
             loss.backward()
             # over all parameters (detail 11)
             metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
             agent.adam.step()
             steps.append(torch.stack([*metrics.values()]).detach())
-        approx_kl = torch.stack(steps[-args.num_minibatches :])[:, [*metrics].index("approx_kl")]
+        approx_kl = torch.stack(steps[-num_minibatches:])[:, [*metrics].index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
     means = torch.stack(steps).mean(dim=0).tolist()
-    unexplained = batch[3][rows].var() / batch[4][rows].var().clamp(min=1e-12)  # of R - V and R
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
-    return metrics | {"losses/explained_variance": 1.0 - unexplained.item()}
+    error, scale = batch.advantages[rows].var(), batch.returns[rows].var()  # of R - V and R
+    metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
+    return metrics
 
 
 # --- rollout --------------------------------------------------------------------------------------
@@ -344,61 +429,107 @@ def rollout(agent: Agent, envs: Envs, run: "Run", args: Args) -> Rollout:
     """Take `num_steps` steps in every environment, going on where the last ended (detail 1)."""
     T, N, device = args.num_steps, args.num_envs, agent.actor.bias.device
     obs = torch.empty((T, N, 84, 84, 6), dtype=torch.uint8, device=device).permute(0, 1, 4, 2, 3)
-    rewards, (terminated, truncated, valid) = np.zeros((T, N)), np.zeros((3, T, N), bool)
+    rewards = np.zeros((T, N))
+    terminated = np.zeros((T, N), bool)
+    truncated = np.zeros((T, N), bool)
+    over = np.zeros((T, N), bool)  # rows of players whose episode has ended
     logprobs, actions, values = [], [], []
     # Gumbel noise, whose argmax is a sample of the policy
     rng = np.random.default_rng((args.seed, run.iteration, 0))
     noise = torch.tensor(rng.gumbel(size=(T, N, len(agent.actor.bias)))).float().to(device)
     for t in range(T):
-        obs[t], valid[t] = torch.as_tensor(envs.obs), ~envs.over
+        obs[t] = torch.as_tensor(envs.obs)
+        over[t] = envs.over
         policy, value = agent.policy(obs[t])
         action = (policy + noise[t]).argmax(dim=-1)
         logprobs.append(policy.gather(-1, action.unsqueeze(-1)).squeeze(-1))
         actions.append(action)
         values.append(value)
         rewards[t], terminated[t], truncated[t] = envs.step(action.cpu().numpy())
-        run.global_step += int(valid[t].sum())
-        for i in np.flatnonzero(terminated[t] | truncated[t]):
-            run.log_episode(run.global_step, envs.scores[i], int(envs.lengths[i]), player=i % 2)
+        run.global_step += N - int(np.count_nonzero(over[t]))
+        if envs.ended:
+            run.log_episodes(envs.ended)
     values.append(agent.policy(torch.as_tensor(envs.obs, device=device))[1])
     actions, logprobs, values = (torch.stack(x) for x in (actions, logprobs, values))
-    return Rollout(obs, actions, logprobs, values, rewards, terminated, truncated, valid)
+    return Rollout(obs, actions, logprobs, values, rewards, terminated, truncated, ~over)
 
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's folder, its logs and its counters."""
+    """A run's folder, its logs and its counters. While this is open, the folder is its alone."""
 
     def __init__(self, args: Args, checkpoint: dict):
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        self.folder = args.resume or args.run_dir or Path("runs") / name
+        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
+        self.global_step, self.iteration, seconds, rows = checkpoint.get("counters", (0, 0, 0.0, 0))
+        self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
+        self.start = time.monotonic() - seconds
+        self.status = "failed"  # until training has ended well
+        self.new = not args.resume
+        self.folder = args.resume or args.run_dir
+        try:
+            self.folder = self.folder or new_folder(args)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            refuse_links(self.folder)
+            path = self.folder / "episodes.csv"
+            self.csv = open(path, "a", buffering=1)  # noqa: SIM115
+            fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"{self.folder}: another process trains in this folder")
+        except OSError as error:
+            fail(f"{self.folder}: {error}")
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {self.folder} goes on with it")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        # what was logged after the checkpoint goes: it will be logged again
+        known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
+        self.csv.truncate(len(b"".join(known)))
+        self.rows = len(known) - 1
+        if not known:
+            self.csv.write("global_step,seconds,return,length\n")
+            self.rows = 0
+        self.wandb = None
         if args.track:
             import wandb  # before the writer, which it follows
 
-            more = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **more)
-        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
-        self.global_step, self.iteration, seconds, size = checkpoint.get("counters", (0, 0, 0.0, 0))
-        self.start = time.monotonic() - seconds
-        # what was logged after the checkpoint goes: it will be logged again
+            project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            more = {"config": vars(self.args), "sync_tensorboard": True}
+            more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one, however often resumed
+            self.wandb = wandb.init(name=self.folder.name, **project, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
-        self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
-        self.csv.truncate(self.csv.seek(min(size, self.csv.tell())))
-        if self.csv.tell() == 0:
-            self.csv.write("global_step,seconds,return,length\n")
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
-    def log_episode(self, step: int, episodic_return: float, length: int, player: int):
-        self.csv.write(f"{step},{time.monotonic() - self.start:.2f},{episodic_return},{length}\n")
-        self.writer.add_scalar(f"charts/episodic_return-player{player}", episodic_return, step)
-        self.writer.add_scalar(f"charts/episodic_length-player{player}", length, step)
-        self.bar.write(
-            f"global_step={step}, player={player}, episodic_return={episodic_return:.4f}"
-        )
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        self.bar.close()
+        self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
+        self.write_json(self.status)
+        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
+            for pattern in ("run.json", "checkpoint.pt", "episodes.csv", "events.out.tfevents.*"):
+                for path in self.folder.glob(pattern):
+                    path.unlink()
+            with contextlib.suppress(OSError):  # something else is in the folder
+                self.folder.rmdir()
+        self.csv.close()
+
+    def log_episodes(self, ended: list[tuple[int, float, int]]):
+        """Log the (player, score, length) of the episodes that one step has ended: a row each, and
+        for TensorBoard, which has one value a step, their mean for each side."""
+        for player, score, length in ended:
+            seconds = time.monotonic() - self.start
+            self.csv.write(f"{self.global_step},{seconds:.2f},{score},{length}\n")
+            said = f"global_step={self.global_step}, player={player % 2}"
+            self.bar.write(f"{said}, episodic_return={score:.4f}")
+            self.returns.append(score)
+        self.rows += len(ended)
+        for side in {player % 2 for player, _, _ in ended}:
+            of_side = [(score, length) for player, score, length in ended if player % 2 == side]
+            score, length = np.mean(of_side, axis=0)
+            self.writer.add_scalar(f"charts/episodic_return-player{side}", score, self.global_step)
+            self.writer.add_scalar(f"charts/episodic_length-player{side}", length, self.global_step)
 
     def log(self, metrics: dict[str, float]):
         self.iteration += 1
@@ -407,37 +538,73 @@ class Run:
         for tag, value in metrics.items():
             self.writer.add_scalar(tag, value, self.global_step)
 
-    def write_json(self, status: str) -> float | None:
-        """Write run.json; returns the mean return of the last 100 training episodes."""
-        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
-        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
+    def final_return(self) -> float | None:
+        """The mean return of the last 100 training episodes, if there is one."""
+        mean = float(np.mean(self.returns)) if self.returns else math.nan
+        return mean if math.isfinite(mean) else None
+
+    def write_json(self, status: str):
         versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
         content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
         content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
-        content |= {"wall_seconds": round(time.monotonic() - self.start, 2), "final_return": final}
+        content["wall_seconds"] = round(time.monotonic() - self.start, 2)
+        content["final_return"] = self.final_return()
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
-        return final
+
+
+def new_folder(args: Args) -> Path:
+    """A new folder below runs/, of this run alone: two that start in one second get two."""
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    for k in itertools.count(1):
+        folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+
+
+def refuse_links(folder: Path):
+    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            fail(f"{path} is a link: a run writes into its own folder alone")
 
 
 def save(run: Run, agent: Agent, past: Agent, envs: Envs):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    state = {"args": vars(run.args), "agent": agent.state_dict()}
-    state["optimizer"] = agent.adam.state_dict()
-    state |= {"past": past.state_dict(), "envs": envs.state_dict()}
-    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.csv.tell()
+    state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
+    state |= {"optimizer": agent.adam.state_dict(), "past": past.state_dict()}
+    state["played"] = [(episode, torch.tensor(x)) for episode, x in envs.played()]
+    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.rows
+    state |= {"returns": list(run.returns), "wandb": run.wandb and run.wandb.id}
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
 
 def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
+    content, path = {}, Path(folder) / "checkpoint.pt"
     try:
-        content = torch.load(Path(folder) / "checkpoint.pt", map_location="cpu", weights_only=True)
+        if not path.is_file():
+            raise FileNotFoundError(path.name)
+        with zipfile.ZipFile(path) as file:
+            if file.testzip():
+                raise ValueError("it is damaged")
+        content = torch.load(path, map_location="cpu", weights_only=True)
         args = Args(**content["args"])
+        step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
+        content["counters"] = int(step), int(iteration), float(seconds), int(rows)
+        content["returns"] = [float(x) for x in content.get("returns", ())]
+        content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none yet
+        if not all(number >= 0 for number in numbers):
+            raise ValueError(f"its counters are {numbers}")
     except Exception as error:  # damage shows in many ways
-        fail(f"{folder}: no checkpoint.pt that can be read: {error!r}")
-    args.env_id = args.env_id.split(":")[-1]  # a module's code runs if the command line names it
+        maker = f", made by {content['script']}" if "script" in content else ""
+        fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
+    module, _, name = args.env_id.rpartition(":")
+    if module != "envpool":  # a module's code runs if the command line names it
+        args.env_id = name
     return content | {"args": args}
 
 
@@ -445,10 +612,13 @@ def load(folder: Path, envs=None) -> tuple[Agent, Args]:
     """The agent saved in a run's folder, for `envs` or a new one of its id, and its arguments."""
     checkpoint = load_checkpoint(folder)
     args = checkpoint["args"]
-    agent = Agent(envs or Envs(args, 2), args)
+    made = envs or Envs(args, 2)
+    agent = Agent(made, args)
+    if envs is None:
+        made.close()
     try:
         agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         fail(f"{folder}: its agent does not fit the environment: {error}")
     return agent, args
 
@@ -456,18 +626,18 @@ def load(folder: Path, envs=None) -> tuple[Agent, Args]:
 def play(agents: list[Agent | None], args: Args, seed: int, film=None) -> np.ndarray:
     """Scores [n, 2] of two agents, None being a random one, which draw actions in some games."""
     n, rng = args.eval_episodes, np.random.default_rng(seed)
-    envs = Envs(replace(args, seed=seed), 2 * n, autoreset=False)
     sides = np.arange(2 * n).reshape(n, 2) ^ (np.arange(n)[:, None] % 2)  # changed in odd games
-    while (playing := ~envs.over.reshape(n, 2).all(axis=1)).any():
-        (games,), actions = playing.nonzero(), np.zeros(2 * n, int)
-        for j, agent in enumerate(agents):
-            noise = rng.gumbel(size=(n, envs.action_space.n))[games]
-            side = sides[games, j]
-            actions[side] = agent.act(envs.obs[side], noise) if agent else noise.argmax(axis=-1)
-        envs.step(actions)
-        if film is not None and playing[0]:
-            film.append(envs.ales[0].getScreenRGB())
-    return envs.scores[sides]
+    with contextlib.closing(Envs(replace(args, seed=seed), 2 * n, autoreset=False)) as envs:
+        while (playing := ~envs.over.reshape(n, 2).all(axis=1)).any():
+            actions, games = np.zeros(2 * n, int), np.flatnonzero(playing)
+            for j, agent in enumerate(agents):
+                noise = rng.gumbel(size=(n, envs.action_space.n))[games]
+                side = sides[games, j]
+                actions[side] = agent.act(envs.obs[side], noise) if agent else noise.argmax(axis=-1)
+            envs.step(actions)
+            if film is not None and playing[0]:
+                film.append(envs.ales[0].getScreenRGB())
+        return envs.scores[sides]
 
 
 def win_rate(scores: np.ndarray) -> dict[str, float]:
@@ -482,7 +652,13 @@ def win_rate(scores: np.ndarray) -> dict[str, float]:
 def evaluate(args: Args) -> list[float]:
     """Play the agent saved in `args.evaluate` against another, and film a game if that is asked."""
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
-    (agent, _), other, film = load(args.evaluate), None, [] if args.capture_video else None
+    agent, _ = load(args.evaluate)
+    other, film = None, None
+    videos = args.evaluate / "videos"
+    if args.capture_video:
+        refuse_links(args.evaluate)
+        film = []
+        print(f"videos: {videos}")
     if args.against != "RANDOM":
         other, theirs = load(Path(args.against))
         if theirs.env_id != args.env_id:
@@ -491,15 +667,68 @@ def evaluate(args: Args) -> list[float]:
     for episode, (mine, others) in enumerate(scores):
         print(f"eval_episode={episode}, episodic_return={mine:.2f} to {others:.2f}", flush=True)
     if film:
-        from gymnasium.utils.save_video import save_video
-
-        save_video(film, str(args.evaluate / "videos"), lambda _: True, fps=15, save_logger=None)
+        save_frames(film, videos, 0)
     rate, low, high = win_rate(scores).values()
     print(f"{len(scores)} games, win rate {rate:.3f}, 95 % interval {low:.3f} to {high:.3f}")
     return scores[:, 0].tolist()
 
 
+def save_frames(frames: list[np.ndarray], folder: Path, episode: int, **more):
+    """Write frames [H, W, 3] of an episode as a video into a folder."""
+    from gymnasium.utils.save_video import save_video
+
+    options = {"fps": 15, "episode_index": episode, "save_logger": None}
+    save_video(frames, str(folder), lambda _: True, **options, **more)
+
+
 # --- training -------------------------------------------------------------------------------------
+def check_finite(iteration: int, values: dict):
+    """FloatingPointError that names the first value with a NaN or an infinity."""
+    for name, x in values.items():
+        if not torch.as_tensor(x).isfinite().all():
+            raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """The list of the signals that have come. The first ends training after its iteration, the next
+    acts at once. Outside the main thread, which alone may handle signals, none is caught."""
+    stop = []
+
+    def handler(number, frame):
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        os.write(2, b"\nstopping after this iteration\n")
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in SIGNALS if main}
+    try:
+        yield stop
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def restore(agent: Agent, past: Agent, envs: Envs, checkpoint: dict, folder: Path):
+    """Set the agents, the optimizer and the running games to what the checkpoint has."""
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+        past.load_state_dict(checkpoint["past"])
+        groups = agent.adam.state_dict()["param_groups"]
+        saved = checkpoint["optimizer"]["state"]
+        agent.adam.load_state_dict({"state": saved, "param_groups": groups})
+        for parameter, state in agent.adam.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if state[name].shape != parameter.shape:
+                    raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
+        envs.play_again(checkpoint["played"])
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        fail(f"{folder}: its checkpoint does not fit: {e!r}")
+
+
 def train(args: Args) -> Path:
     """Train, or go on training; returns the run's folder."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -507,59 +736,50 @@ def train(args: Args) -> Path:
     torch.backends.cudnn.deterministic = args.torch_deterministic
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
-    envs = Envs(args, args.num_envs)
-    torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-    agent, past = Agent(envs, args).to(device), Agent(envs, args).to(device)  # past: untrained
-    agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # (detail 3)
-    if args.resume:
-        agent.load_state_dict(checkpoint["agent"])
-        agent.adam.load_state_dict(checkpoint["optimizer"])
-        past.load_state_dict(checkpoint["past"])
-        envs.load_state_dict(checkpoint["envs"])
-    run = Run(args, checkpoint)
-    run.bar.write(f"{args.env_id} on {device}, {args.num_iterations} iterations, in {run.folder}")
-    stop, status = [], "failed"
+    with contextlib.closing(Envs(args, args.num_envs)) as envs:
+        torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
+        agent = Agent(envs, args).to(device)
+        past = Agent(envs, args).to(device)  # untrained
+        agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # (detail 3)
+        if args.resume:
+            restore(agent, past, envs, checkpoint, args.resume)
+        with stop_signals() as stop, Run(args, checkpoint) as run:
+            how = f"{args.env_id} on {device}, {args.num_iterations} iterations"
+            run.bar.write(f"{how}, in {run.folder}")
+            save(run, agent, past, envs)
+            while run.iteration < args.num_iterations and not stop:
+                remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
+                learning_rate = remaining * args.learning_rate  # annealed (detail 4)
+                data = rollout(agent, envs, run, args)
+                metrics = update(agent, data, run.iteration, learning_rate, args)
+                check_finite(run.iteration, {"rewards": data.rewards})
+                check_finite(run.iteration, metrics | agent.state_dict())
+                if (run.iteration + 1) % args.eval_interval == 0:
+                    seed = episode_seed(args.seed, 2**31, run.iteration)
+                    metrics |= win_rate(play([agent, past], args, seed))
+                    past.load_state_dict(agent.state_dict())
+                run.log(metrics | {"charts/learning_rate": learning_rate})
+                if run.iteration % args.checkpoint_interval == 0:
+                    save(run, agent, past, envs)
+            save(run, agent, past, envs)
+            run.status = "running" if run.iteration < args.num_iterations else "finished"
+    return finish(run, agent, stop)
 
-    def handler(number, frame):  # ends training after this iteration; the next signal acts at once
-        stop.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        os.write(2, b"\nstopping after this iteration\n")
 
-    signals = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)}
-    before = {number: signal.signal(number, handler) for number in signals}
-    try:
-        save(run, agent, past, envs)
-        while run.iteration < args.num_iterations and not stop:
-            remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
-            learning_rate = remaining * args.learning_rate  # annealed (detail 4)
-            data = rollout(agent, envs, run, args)
-            metrics = update(agent, data, run.iteration, learning_rate, args)
-            for name, x in ({"rewards": data.rewards} | metrics | agent.state_dict()).items():
-                if not torch.as_tensor(x).isfinite().all():
-                    raise FloatingPointError(f"iteration {run.iteration}: {name} is not finite")
-            if (run.iteration + 1) % args.eval_interval == 0:
-                seed = episode_seed(args.seed, 2**31, run.iteration)
-                metrics |= win_rate(play([agent, past], args, seed))
-                past.load_state_dict(agent.state_dict())
-            run.log(metrics | {"charts/learning_rate": learning_rate})
-            if run.iteration % args.checkpoint_interval == 0:
-                save(run, agent, past, envs)
-        save(run, agent, past, envs)
-        status = "running" if run.iteration < args.num_iterations else "finished"
-    finally:
-        for log in (run.bar, run.writer, run.csv):
-            log.close()
-        final = run.write_json(status)
-        for number, old in before.items():
-            signal.signal(number, old)
+def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
+    """Say how to go on or to play; play and record, if that is wanted."""
     script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
-    if status == "running":
+    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
+        folder += f" --env-id {run.args.env_id}"
+    if run.status == "running":
         print(f"go on with: {script} --resume {folder}")
         raise SystemExit(128 + stop[0])
+    final = run.final_return()
     print(f"return {final} over the last 100 episodes; play: {script} --evaluate {folder}")
-    if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
-    if args.capture_video:
+    if run.args.save_model:
+        name = f"{Path(run.args.exp_name).name}.cleanrl_model"
+        torch.save(agent.state_dict(), run.folder / name)
+    if run.args.capture_video:
         evaluate(replace(run.args, evaluate=run.folder))
     return run.folder
 

@@ -22,18 +22,26 @@ level from a number: train on some, play others, and see what was learned. Every
 CleanRL's reaches 31 on starpilot after 25M steps on all levels; its flags, defaults and tags.
 """
 
+import contextlib
 import ctypes
+import fcntl
 import importlib.util
+import itertools
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import sys
+import threading
 import time
+import zipfile
+from collections import deque
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args, get_type_hints
 
 import gymnasium as gym
 import numpy as np
@@ -97,19 +105,34 @@ class Args:
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
-        low = {"minibatch_size": 4, "seed": 0, "num_threads": 0, "env_threads": 0}
+        low = {"minibatch_size": 2, "seed": 0, "num_threads": 0, "env_threads": 0}
         low |= {"num_levels": 0, "start_level": 0}
         high = {"gamma": 1, "gae_lambda": 1, "num_levels": 10**9, "start_level": 10**9}
-        for name, value in vars(self).items():
-            least, most = low.get(name, int(type(value) is int)), high.get(name, 1e18)
-            if type(value) in (int, float) and not least <= value <= most:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: not in {least} ... {most}")
-        if self.resume and (self.run_dir or self.evaluate):
-            raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
+        check(self, low, high)
+
+
+def check(args, low: dict, high: dict):
+    """ValueError for a value of another type than its field's, for a number out of bounds (by
+    default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
+    for name, hint in get_type_hints(type(args)).items():
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        kinds = get_args(hint) or (hint,)
+        if not isinstance(value, kinds) and not (float in kinds and isinstance(value, int)):
+            raise ValueError(f"{flag} {value!r}: not of type {hint}")
+        if type(value) in (int, float):
+            least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
+            if not least <= value <= most:
+                raise ValueError(f"{flag} {value}: not in {least} ... {most}")
+    if not args.exp_name:
+        raise ValueError("--exp-name '': a name is wanted")
+    if args.resume and (args.run_dir or args.evaluate):
+        raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
     def given(resume: Path | None = None, evaluate: Path | None = None):
         return resume or evaluate
@@ -119,9 +142,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
     if args.resume and (args.env_id, args.num_envs) != (saved.env_id, saved.num_envs):
         fail(f"{args.resume} goes on with its {saved.num_envs} environments of {saved.env_id}")
-    for package in ["moviepy"] * args.capture_video + ["wandb"] * args.track + ["envpool"]:
-        if importlib.util.find_spec(package) is None:
-            fail(f"{package} is not installed: pip install {package}")
+    if importlib.util.find_spec("envpool") is None:
+        fail("envpool is not installed: pip install envpool")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        fail("--track: wandb is not installed: pip install wandb")
+    there = importlib.util.find_spec("moviepy") and metadata.version("moviepy") >= "2"
+    if args.capture_video and not there:  # which is better known before training
+        fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
     return args
 
 
@@ -169,18 +196,27 @@ class Envs:
         threads = min(args.env_threads or torch.get_num_threads(), n)
         more = {"num_levels": args.num_levels, "start_level": args.start_level, "seed": seeds}
         self.vector = make_games(args.env_id, num_envs=n, num_threads=threads, **more)
+        self.action_space = self.vector.action_space
         self.obs = self.vector.reset()[0]  # [N, 3, 64, 64], bytes
         self.over = np.zeros(n, bool)  # [N], the last step ended an episode
-        self.scores, self.lengths, self.discounted = np.zeros((3, n))  # [N], of the episode so far
+        self.discounted = np.zeros(n)  # [N], the return so far, seen from now
+        self.returns = np.zeros(n)
+        self.lengths = np.zeros(n, int)
+        self.ended = []  # (environment, return, length) of each episode that the last step ended
 
     def step(self, actions: np.ndarray):
         """Take actions [N]: rewards, terminated, truncated [N]."""
-        self.scores[self.over] = self.lengths[self.over] = 0
-        self.lengths += ~self.over
+        going = ~self.over
         self.obs, rewards, terminated, truncated, _ = self.vector.step(actions)
         self.over = terminated | truncated
-        self.scores += rewards
+        self.returns = self.returns * going + rewards
+        self.lengths = (self.lengths + 1) * going
+        episodes = zip(self.returns.tolist(), self.lengths.tolist(), strict=True)
+        self.ended = [(i, *both) for i, both in enumerate(episodes) if self.over[i]]
         return rewards, terminated, truncated
+
+    def close(self):
+        self.vector.close()
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -268,26 +304,36 @@ class Rollout(NamedTuple):
     # ignored and the reward is none, but its observation is the episode's true last one
 
 
-def ppo_loss(agent, args, obs, actions, old_logprobs, advantages, returns, old_values):
+class Batch(NamedTuple):
+    obs: torch.Tensor  # [B, 3, 64, 64], bytes
+    actions: torch.Tensor  # [B]
+    logprobs: torch.Tensor  # [B], of the policy that acted
+    advantages: torch.Tensor  # [B]
+    returns: torch.Tensor  # [B]
+    values: torch.Tensor  # [B], before the update
+
+
+def ppo_loss(agent, args: Args, batch: Batch):
     """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and what is
-    logged of it. Old is what policy and value function gave before the update."""
-    _, logprob, entropy, value = agent(obs, actions)
-    logratio = logprob - old_logprobs
+    logged of it."""
+    _, logprob, entropy, value = agent(batch.obs, batch.actions)
+    logratio = logprob - batch.logprobs
     ratio = logratio.exp()
 
+    advantages = batch.advantages
     if args.norm_adv:  # per minibatch (detail 7)
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     # clipped surrogate (detail 8)
     clipped = ratio.clamp(1.0 - args.clip_coef, 1.0 + args.clip_coef)
     policy_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
 
-    error = (value - returns).square()
+    error = (value - batch.returns).square()
     if args.clip_vloss:  # value clipping (detail 9)
-        near = old_values + (value - old_values).clamp(-args.clip_coef, args.clip_coef)
-        error = torch.max(error, (near - returns).square())
+        change = (value - batch.values).clamp(-args.clip_coef, args.clip_coef)
+        error = torch.max(error, (batch.values + change - batch.returns).square())
     value_loss = 0.5 * error.mean()
 
-    entropy = entropy.mean()  # whose bonus encourages exploration (detail 10)
+    entropy = entropy.mean()  # a bonus on it encourages exploration (detail 10)
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
     metrics = {"value_loss": value_loss, "policy_loss": policy_loss, "entropy": entropy}
@@ -298,32 +344,38 @@ def ppo_loss(agent, args, obs, actions, old_logprobs, advantages, returns, old_v
 def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, args: Args):
     """One iteration of learning from a rollout; returns the metrics, averaged over minibatches."""
     numbers = data.rewards, data.values.cpu().double().numpy(), data.terminated, data.truncated
-    advantages = gae(*numbers, args.gamma, args.gae_lambda)  # detail 5
-    advantages, values = torch.tensor(advantages).to(data.values), data.values[:-1]
+    advantages = torch.tensor(gae(*numbers, args.gamma, args.gae_lambda))  # detail 5
+    values = data.values[:-1]
+    advantages = advantages.to(values)
     fields = data.obs, data.actions, data.logprobs, advantages, advantages + values, values
-    batch = [x.flatten(0, 1) for x in fields]  # [B, ...], B = T * N
+    batch = Batch(*[x.flatten(0, 1) for x in fields])  # [B, ...], B = T * N
 
-    rows, steps = np.flatnonzero(data.valid), []  # what is learned from; metrics of each step
+    rows = np.flatnonzero(data.valid)  # what is learned from
+    num_minibatches = min(args.num_minibatches, len(rows) // 2)  # two rows at least in each
+    if num_minibatches == 0:  # nothing to learn from
+        return {}
+    steps = []  # metrics of each step
     rng = np.random.default_rng((args.seed, iteration, 1))
     agent.adam.param_groups[0]["lr"] = learning_rate
     for _ in range(args.update_epochs):
         order = torch.as_tensor(rng.permutation(rows), device=values.device)
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
-        for minibatch in order.tensor_split(args.num_minibatches):
-            loss, metrics = ppo_loss(agent, args, *[x[minibatch] for x in batch])
+        for minibatch in order.tensor_split(num_minibatches):
+            loss, metrics = ppo_loss(agent, args, Batch(*[x[minibatch] for x in batch]))
             agent.adam.zero_grad()
             loss.backward()
             # over all parameters (detail 11)
             metrics["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
             agent.adam.step()
             steps.append(torch.stack([*metrics.values()]).detach())
-        approx_kl = torch.stack(steps[-args.num_minibatches :])[:, [*metrics].index("approx_kl")]
+        approx_kl = torch.stack(steps[-num_minibatches:])[:, [*metrics].index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
     means = torch.stack(steps).mean(dim=0).tolist()
-    unexplained = batch[3][rows].var() / batch[4][rows].var().clamp(min=1e-12)  # of R - V and R
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
-    return metrics | {"losses/explained_variance": 1.0 - unexplained.item()}
+    error, scale = batch.advantages[rows].var(), batch.returns[rows].var()  # of R - V and R
+    metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
+    return metrics
 
 
 # --- rollout --------------------------------------------------------------------------------------
@@ -332,32 +384,37 @@ def rollout(agent: Agent, envs: Envs, run: "Run", args: Args) -> Rollout:
     """Take `num_steps` steps in every environment, going on where the last ended (detail 1)."""
     T, N, device = args.num_steps, args.num_envs, agent.actor.bias.device
     obs = torch.empty((T, *envs.obs.shape), dtype=torch.uint8, device=device)
-    rewards, (terminated, truncated, valid) = np.zeros((T, N)), np.zeros((3, T, N), bool)
+    rewards = np.zeros((T, N))
+    terminated = np.zeros((T, N), bool)
+    truncated = np.zeros((T, N), bool)
+    over = np.zeros((T, N), bool)  # rows after an episode's end
     logprobs, actions, values = [], [], []
     # Gumbel noise, whose argmax is a sample of the policy
     rng = np.random.default_rng((args.seed, run.iteration, 0))
     noise = torch.tensor(rng.gumbel(size=(T, N, len(agent.actor.bias)))).float().to(device)
     for t in range(T):
-        obs[t], valid[t] = torch.as_tensor(envs.obs), ~envs.over
+        obs[t] = torch.as_tensor(envs.obs)
+        over[t] = envs.over
         policy, value = agent.policy(obs[t])
         action = (policy + noise[t]).argmax(dim=-1)
         logprobs.append(policy.gather(-1, action.unsqueeze(-1)).squeeze(-1))
         actions.append(action)
         values.append(value)
         rewards[t], terminated[t], truncated[t] = envs.step(action.cpu().numpy())
-        run.global_step += int(valid[t].sum())
-        for i in np.flatnonzero(envs.over):
-            run.log_episode(run.global_step, envs.scores[i], int(envs.lengths[i]))
+        run.global_step += N - int(np.count_nonzero(over[t]))
+        if envs.ended:
+            run.log_episodes(envs.ended)
     values.append(agent.get_value(torch.as_tensor(envs.obs, device=device)))
     actions, logprobs, values = (torch.stack(x) for x in (actions, logprobs, values))
-    data = Rollout(obs, actions, logprobs, values, rewards, terminated, truncated, valid)
+    data = Rollout(obs, actions, logprobs, values, rewards, terminated, truncated, ~over)
     return data._replace(rewards=scale_rewards(agent, envs, data, args.gamma))
 
 
 def scale_rewards(agent: Agent, envs: Envs, data: Rollout, gamma: float) -> np.ndarray:
     """Rewards [T, N] over the deviation of the discounted returns so far, clipped to +-10
     (continuous details 8, 9)."""
-    discounted, going = np.zeros_like(data.rewards), 1.0 - (data.terminated | data.truncated)
+    discounted = np.zeros_like(data.rewards)
+    going = 1.0 - (data.terminated | data.truncated)
     for t, reward in enumerate(data.rewards):
         discounted[t] = gamma * envs.discounted + reward
         envs.discounted = discounted[t] * going[t]
@@ -370,36 +427,77 @@ def scale_rewards(agent: Agent, envs: Envs, data: Rollout, gamma: float) -> np.n
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's folder, its logs and its counters."""
+    """A run's folder, its logs and its counters. While this is open, the folder is its alone."""
 
     def __init__(self, args: Args, checkpoint: dict):
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        self.folder = args.resume or args.run_dir or Path("runs") / name
+        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
+        self.global_step, self.iteration, seconds, rows = checkpoint.get("counters", (0, 0, 0.0, 0))
+        self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
+        self.start = time.monotonic() - seconds
+        self.status = "failed"  # until training has ended well
+        self.new = not args.resume
+        self.folder = args.resume or args.run_dir
+        try:
+            self.folder = self.folder or new_folder(args)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            refuse_links(self.folder)
+            path = self.folder / "episodes.csv"
+            self.csv = open(path, "a", buffering=1)  # noqa: SIM115
+            fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"{self.folder}: another process trains in this folder")
+        except OSError as error:
+            fail(f"{self.folder}: {error}")
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {self.folder} goes on with it")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        # what was logged after the checkpoint goes: it will be logged again
+        known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
+        self.csv.truncate(len(b"".join(known)))
+        self.rows = len(known) - 1
+        if not known:
+            self.csv.write("global_step,seconds,return,length\n")
+            self.rows = 0
+        self.wandb = None
         if args.track:
             import wandb  # before the writer, which it follows
 
             project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(name=name, config=vars(args), sync_tensorboard=True, **project)
-        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
-        self.global_step, self.iteration, seconds, size = checkpoint.get("counters", (0, 0, 0.0, 0))
-        self.start = time.monotonic() - seconds
-        # what was logged after the checkpoint goes: it will be logged again
+            more = {"config": vars(self.args), "sync_tensorboard": True}
+            more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one, however often resumed
+            self.wandb = wandb.init(name=self.folder.name, **project, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
-        self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
-        self.csv.truncate(self.csv.seek(min(size, self.csv.tell())))
-        if self.csv.tell() == 0:
-            self.csv.write("global_step,seconds,return,length\n")
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
-    def log_episode(self, step: int, episodic_return: float, length: int):
-        self.csv.write(f"{step},{time.monotonic() - self.start:.2f},{episodic_return},{length}\n")
-        self.writer.add_scalar("charts/episodic_return", episodic_return, step)
-        self.writer.add_scalar("charts/episodic_length", length, step)
-        self.bar.write(f"global_step={step}, episodic_return={episodic_return:.4f}")
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        self.bar.close()
+        self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
+        self.write_json(self.status)
+        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
+            for pattern in ("run.json", "checkpoint.pt", "episodes.csv", "events.out.tfevents.*"):
+                for path in self.folder.glob(pattern):
+                    path.unlink()
+            with contextlib.suppress(OSError):  # something else is in the folder
+                self.folder.rmdir()
+        self.csv.close()
+
+    def log_episodes(self, ended: list[tuple[int, float, int]]):
+        """Log the (environment, return, length) of the episodes that one step has ended: a row
+        each, and for TensorBoard, which has one value a step, their mean."""
+        for _, episodic_return, length in ended:
+            seconds = time.monotonic() - self.start
+            self.csv.write(f"{self.global_step},{seconds:.2f},{episodic_return},{length}\n")
+            self.bar.write(f"global_step={self.global_step}, episodic_return={episodic_return:.4f}")
+            self.returns.append(episodic_return)
+        self.rows += len(ended)
+        _, returns, lengths = zip(*ended, strict=True)
+        self.writer.add_scalar("charts/episodic_return", np.mean(returns), self.global_step)
+        self.writer.add_scalar("charts/episodic_length", np.mean(lengths), self.global_step)
 
     def log(self, metrics: dict[str, float]):
         self.iteration += 1
@@ -408,36 +506,72 @@ class Run:
         for tag, value in metrics.items():
             self.writer.add_scalar(tag, value, self.global_step)
 
-    def write_json(self, status: str) -> float | None:
-        """Write run.json; returns the mean return of the last 100 training episodes."""
-        rows = (self.folder / "episodes.csv").read_text().splitlines()[1:]
-        final = np.mean([float(row.split(",")[2]) for row in rows[-100:]]) if rows else None
+    def final_return(self) -> float | None:
+        """The mean return of the last 100 training episodes, if there is one."""
+        mean = float(np.mean(self.returns)) if self.returns else math.nan
+        return mean if math.isfinite(mean) else None
+
+    def write_json(self, status: str):
         versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
         content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
         content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
-        content |= {"wall_seconds": round(time.monotonic() - self.start, 2), "final_return": final}
+        content["wall_seconds"] = round(time.monotonic() - self.start, 2)
+        content["final_return"] = self.final_return()
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
-        return final
+
+
+def new_folder(args: Args) -> Path:
+    """A new folder below runs/, of this run alone: two that start in one second get two."""
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    for k in itertools.count(1):
+        folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+
+
+def refuse_links(folder: Path):
+    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            fail(f"{path} is a link: a run writes into its own folder alone")
 
 
 def save(run: Run, agent: Agent):
     """Everything needed to continue, whole or not at all: written aside, then renamed."""
     run.writer.flush()
-    state = {"args": vars(run.args), "agent": agent.state_dict()}
+    state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
     state["optimizer"] = agent.adam.state_dict()
-    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.csv.tell()
+    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.rows
+    state |= {"returns": list(run.returns), "wandb": run.wandb and run.wandb.id}
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
 
 def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
+    content, path = {}, Path(folder) / "checkpoint.pt"
     try:
-        content = torch.load(Path(folder) / "checkpoint.pt", map_location="cpu", weights_only=True)
+        if not path.is_file():
+            raise FileNotFoundError(path.name)
+        with zipfile.ZipFile(path) as file:
+            if file.testzip():
+                raise ValueError("it is damaged")
+        content = torch.load(path, map_location="cpu", weights_only=True)
         args = Args(**content["args"])
+        step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
+        content["counters"] = int(step), int(iteration), float(seconds), int(rows)
+        content["returns"] = [float(x) for x in content.get("returns", ())]
+        content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none yet
+        if not all(number >= 0 for number in numbers):
+            raise ValueError(f"its counters are {numbers}")
     except Exception as error:  # damage shows in many ways
-        fail(f"{folder}: no checkpoint.pt that can be read: {error!r}")
-    args.env_id = args.env_id.split(":")[-1]  # a module's code runs if the command line names it
+        maker = f", made by {content['script']}" if "script" in content else ""
+        fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
+    module, _, name = args.env_id.rpartition(":")
+    if module != "envpool":  # a module's code runs if the command line names it
+        args.env_id = name
     return content | {"args": args}
 
 
@@ -445,10 +579,13 @@ def load(folder: Path, envs=None) -> tuple[Agent, Args]:
     """The agent saved in a run's folder, for `envs` or a new one of its id, and its arguments."""
     checkpoint = load_checkpoint(folder)
     args = checkpoint["args"]
-    agent = Agent(envs or Envs(args, 1).vector, args)
+    made = envs or Envs(args, 1)
+    agent = Agent(made, args)
+    if envs is None:
+        made.close()
     try:
         agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         fail(f"{folder}: its agent does not fit the environment: {error}")
     return agent, args
 
@@ -456,39 +593,53 @@ def load(folder: Path, envs=None) -> tuple[Agent, Args]:
 def play(agent: Agent, args: Args, num_levels: int, sample: bool, films=()) -> list[float]:
     """Returns of `eval_episodes` episodes, one in each of as many environments: of more, those that
     end first would be the short ones. The first of them add their frames to `films`."""
-    seed = episode_seed(args.seed, 2**31)
-    n, rng = args.eval_episodes, np.random.default_rng(seed)
-    envs = Envs(replace(args, seed=seed, num_levels=num_levels), n)
+    seed, n = episode_seed(args.seed, 2**31), args.eval_episodes
+    rng = np.random.default_rng(seed)
     returns, actions = np.full(n, np.nan), np.zeros(n, int)
-    while (playing := np.isnan(returns)).any():
-        for i in np.flatnonzero(playing[: len(films)]):
-            films[i].append(envs.obs[i].transpose(1, 2, 0))
-        noise = rng.gumbel(size=(n, len(agent.actor.bias)))
-        actions[playing] = agent.act(envs.obs[playing], noise[playing] if sample else None)
-        envs.step(actions)
-        returns[playing & envs.over] = envs.scores[playing & envs.over]
-    return returns.tolist()
+    with contextlib.closing(Envs(replace(args, seed=seed, num_levels=num_levels), n)) as envs:
+        for _ in range(100_000):
+            playing = np.isnan(returns)
+            if not playing.any():
+                return returns.tolist()
+            for i in np.flatnonzero(playing[: len(films)]):
+                films[i].append(envs.obs[i].transpose(1, 2, 0))
+            noise = rng.gumbel(size=(n, len(agent.actor.bias)))
+            actions[playing] = agent.act(envs.obs[playing], noise[playing] if sample else None)
+            envs.step(actions)
+            for i, episodic_return, _ in envs.ended:
+                returns[i] = episodic_return if playing[i] else returns[i]
+    fail("100,000 steps, and an episode has no end")
 
 
 def evaluate(args: Args) -> list[float]:
     """Play `eval_episodes` greedily with the agent saved in `args.evaluate`, on its levels and on
     all; print each return and, with `capture_video`, record ten of each. Writes nothing else."""
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
-    (agent, _), how = load(args.evaluate), "sampled" if args.eval_sample else "greedy"
+    agent, _ = load(args.evaluate)
+    how, videos = "sampled" if args.eval_sample else "greedy", args.evaluate / "videos"
+    films = min(10, args.eval_episodes) if args.capture_video else 0
+    if films:
+        refuse_links(args.evaluate)
+        print(f"videos: {videos}")
     plays = {"train": args.num_levels, "eval": 0} if args.num_levels else {"eval": 0}
     for name, levels in plays.items():
-        films = [[] for _ in range(min(10, args.eval_episodes) * args.capture_video)]
-        returns = play(agent, args, levels, args.eval_sample, films)
+        frames = [[] for _ in range(films)]
+        returns = play(agent, args, levels, args.eval_sample, frames)
         for episode, episodic_return in enumerate(returns):
             print(f"{name}_episode={episode}, episodic_return={episodic_return:.2f}", flush=True)
-        for episode, film in enumerate(films):
-            from gymnasium.utils.save_video import save_video
-
-            more = {"fps": 15, "episode_index": episode, "save_logger": None, "name_prefix": name}
-            save_video(film, str(args.evaluate / "videos"), lambda _: True, **more)
+        for episode, film in enumerate(frames):
+            save_frames(film, videos, episode, name_prefix=name)
         played = f"{how}, {len(returns)} episodes on {levels or 'all'} levels"
         print(f"{played}: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
+
+
+def save_frames(frames: list[np.ndarray], folder: Path, episode: int, **more):
+    """Write frames [H, W, 3] of an episode as a video into a folder."""
+    from gymnasium.utils.save_video import save_video
+
+    options = {"fps": 15, "episode_index": episode, "save_logger": None}
+    save_video(frames, str(folder), lambda _: True, **options, **more)
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -503,6 +654,51 @@ def compile_policy(agent: Agent) -> str:
     return "compiled"
 
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def stop_signals():
+    """The list of the signals that have come. The first ends training after its iteration, the next
+    acts at once. Outside the main thread, which alone may handle signals, none is caught."""
+    stop = []
+
+    def handler(number, frame):
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        os.write(2, b"\nstopping after this iteration\n")
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in SIGNALS if main}
+    try:
+        yield stop
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def restore(agent: Agent, checkpoint: dict, folder: Path):
+    """Set the agent and its optimizer to what the checkpoint has."""
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+        groups = agent.adam.state_dict()["param_groups"]
+        saved = checkpoint["optimizer"]["state"]
+        agent.adam.load_state_dict({"state": saved, "param_groups": groups})
+        for parameter, state in agent.adam.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if state[name].shape != parameter.shape:
+                    raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        fail(f"{folder}: its checkpoint does not fit: {error!r}")
+
+
+def check_finite(iteration: int, values: dict):
+    """FloatingPointError that names the first value with a NaN or an infinity."""
+    for name, x in values.items():
+        if not torch.as_tensor(x).isfinite().all():
+            raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
+
+
 def train(args: Args) -> Path:
     """Train, or go on training; returns the run's folder."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -510,56 +706,50 @@ def train(args: Args) -> Path:
     torch.backends.cudnn.deterministic = args.torch_deterministic
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
-    envs = Envs(args, args.num_envs, checkpoint.get("counters", (0, 0))[1])
-    torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-    agent = Agent(envs.vector, args).to(device)
-    agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # (detail 3)
-    if args.resume:
-        agent.load_state_dict(checkpoint["agent"])
-        agent.adam.load_state_dict(checkpoint["optimizer"])
-    how = f"{device}, {compile_policy(agent) if args.compile else 'eager'}"
-    run = Run(args, checkpoint)
-    run.bar.write(f"{args.env_id} on {how}, {args.num_iterations} iterations, in {run.folder}")
-    stop, status = [], "failed"
+    _, start, *_ = checkpoint.get("counters", (0, 0))
+    envs = Envs(args, args.num_envs, start)
+    with contextlib.closing(envs):
+        torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
+        agent = Agent(envs, args).to(device)
+        agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # (detail 3)
+        if args.resume:
+            restore(agent, checkpoint, args.resume)
+        how = f"{device}, {compile_policy(agent) if args.compile else 'eager'}"
+        with stop_signals() as stop, Run(args, checkpoint) as run:
+            how = f"{args.env_id} on {how}, {args.num_iterations} iterations"
+            run.bar.write(f"{how}, in {run.folder}")
+            save(run, agent)
+            while run.iteration < args.num_iterations and not stop:
+                remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
+                learning_rate = remaining * args.learning_rate  # annealed (detail 4)
+                data = rollout(agent, envs, run, args)
+                metrics = update(agent, data, run.iteration, learning_rate, args)
+                check_finite(run.iteration, {"rewards": data.rewards})
+                check_finite(run.iteration, metrics | agent.state_dict())
+                if args.num_levels and (run.iteration + 1) % args.eval_interval == 0:
+                    metrics["charts/test_return"] = np.mean(play(agent, args, 0, sample=True))
+                run.log(metrics | {"charts/learning_rate": learning_rate})
+                if run.iteration % args.checkpoint_interval == 0:
+                    save(run, agent)
+            save(run, agent)
+            run.status = "running" if run.iteration < args.num_iterations else "finished"
+    return finish(run, agent, stop)
 
-    def handler(number, frame):  # ends training after this iteration; the next signal acts at once
-        stop.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        os.write(2, b"\nstopping after this iteration\n")
 
-    signals = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGTERM)}
-    before = {number: signal.signal(number, handler) for number in signals}
-    try:
-        save(run, agent)
-        while run.iteration < args.num_iterations and not stop:
-            remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
-            learning_rate = remaining * args.learning_rate  # annealed (detail 4)
-            data = rollout(agent, envs, run, args)
-            metrics = update(agent, data, run.iteration, learning_rate, args)
-            for name, x in ({"rewards": data.rewards} | metrics | agent.state_dict()).items():
-                if not torch.as_tensor(x).isfinite().all():
-                    raise FloatingPointError(f"iteration {run.iteration}: {name} is not finite")
-            if args.num_levels and (run.iteration + 1) % args.eval_interval == 0:
-                metrics["charts/test_return"] = np.mean(play(agent, args, 0, sample=True))
-            run.log(metrics | {"charts/learning_rate": learning_rate})
-            if run.iteration % args.checkpoint_interval == 0:
-                save(run, agent)
-        save(run, agent)
-        status = "running" if run.iteration < args.num_iterations else "finished"
-    finally:
-        for log in (run.bar, run.writer, run.csv):
-            log.close()
-        final = run.write_json(status)
-        for number, old in before.items():
-            signal.signal(number, old)
+def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
+    """Say how to go on or to play; play and record, if that is wanted."""
     script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
-    if status == "running":
+    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
+        folder += f" --env-id {run.args.env_id}"
+    if run.status == "running":
         print(f"go on with: {script} --resume {folder}")
         raise SystemExit(128 + stop[0])
+    final = run.final_return()
     print(f"return {final} over the last 100 episodes; play: {script} --evaluate {folder}")
-    if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
-    if args.capture_video:
+    if run.args.save_model:
+        name = f"{Path(run.args.exp_name).name}.cleanrl_model"
+        torch.save(agent.state_dict(), run.folder / name)
+    if run.args.capture_video:
         evaluate(replace(run.args, evaluate=run.folder))
     return run.folder
 

@@ -4,10 +4,11 @@
     python benchmark/peers.py bare ppo.py --env-id CartPole-v1 --total-timesteps 100000
 
 `sb3` trains Stable-Baselines3's PPO with the hyper-parameters the script would have: its own parser
-reads the flags. Beside a script with other hyper-parameters than SB3's it has CleanRL's settings
-for continuous actions. `bare` steps the script's environments with random actions and does nothing
-else. Both leave a run.json with the number of environment steps. A script takes part if it has
-`parse_args` and `make_env`.
+reads the flags. With --env-workers, however many, each of SB3's environments has its own process.
+Beside a script with other hyper-parameters than SB3's it has CleanRL's settings for continuous
+actions. `bare` steps the script's environments with random actions and does nothing else. Both
+leave a run.json with the number of environment steps. A script takes part if it has `parse_args`
+and `make_env`.
 """
 
 import importlib
@@ -52,7 +53,7 @@ def clipped(args):
 def sb3_envs(module, args):
     import gymnasium as gym
     from stable_baselines3.common.monitor import Monitor
-    from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
+    from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecNormalize
 
     def make():
         env = module.make_env(args.env_id)
@@ -60,7 +61,8 @@ def sb3_envs(module, args):
             env = gym.wrappers.RescaleAction(env, -1.0, 1.0)
         return Monitor(env)
 
-    envs = DummyVecEnv([make] * args.num_envs)
+    kind = SubprocVecEnv if getattr(args, "env_workers", 0) else DummyVecEnv
+    envs = kind([make] * args.num_envs)
     continuous = isinstance(envs.action_space, gym.spaces.Box)
     return VecNormalize(envs, gamma=args.gamma) if continuous else envs
 

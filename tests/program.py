@@ -57,8 +57,10 @@ def status(folder: Path) -> str:
 def write_checkpoint(folder: Path, content: dict):
     """Write what `load_checkpoint` gave, or other arguments in place of its Args."""
     args = content["args"]
-    args = args if isinstance(args, dict) else vars(args)
-    torch.save(content | {"args": args}, folder / "checkpoint.pt")
+    changed = {"args": args if isinstance(args, dict) else vars(args)}
+    if "played" in content:  # arrays, which are tensors in the file
+        changed["played"] = [(n, torch.tensor(actions)) for n, actions in content["played"]]
+    torch.save(content | changed, folder / "checkpoint.pt")
 
 
 def content(folder: Path) -> dict:
@@ -180,6 +182,9 @@ class Levels:
         rewards = np.where(junk, 0, self.number + self.t + self.later * ~self.first)
         return self.obs(), rewards.astype(np.float32), terminated, truncated, {}
 
+    def close(self):
+        pass
+
 
 def toy(name: str, **config):
     """In place of `envpool.make`."""
@@ -191,10 +196,12 @@ def assert_same(a, b):
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
         assert torch.equal(a, b)
+    elif isinstance(a, np.ndarray):
+        assert a.dtype == b.dtype and np.array_equal(a, b)
     elif isinstance(a, dict):
         assert a.keys() == b.keys()
         for key in a:
-            timed = key == "counters"  # seconds and the size of the csv, which holds some, differ
+            timed = key == "counters"  # seconds differ, and a csv's size, which holds some
             assert_same(a[key][:2] if timed else a[key], b[key][:2] if timed else b[key])
     elif isinstance(a, list | tuple):
         assert len(a) == len(b)

@@ -72,8 +72,8 @@ class Log:
     def __init__(self):
         self.global_step, self.iteration, self.rows = 0, 0, []
 
-    def log_episode(self, *row):
-        self.rows.append(row)
+    def log_episodes(self, ended):
+        self.rows += [(self.global_step, score, length) for _, score, length in ended]
 
 
 # --- one process and many -------------------------------------------------------------------------
@@ -583,7 +583,7 @@ def test_a_real_game_and_its_score():
         assert set(np.unique(rewards)) <= {-1.0, 0.0, 1.0}
         assert not (over & (terminated | truncated)).any()
         ends += (terminated | truncated).sum()
-        games += [(envs.scores[i], envs.lengths[i]) for i in np.flatnonzero(envs.ended)]
+        games += [(score, length) for _, score, length in envs.ended]
     assert len(games) >= 8
     assert 4 * len(games) < ends < 6 * len(games) + 20  # five lives a game
     assert all(score == int(score) >= 0 and 20 < length < 700 for score, length in games)

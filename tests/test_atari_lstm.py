@@ -78,8 +78,8 @@ class Log:
     def __init__(self):
         self.global_step, self.iteration, self.rows = 0, 0, []
 
-    def log_episode(self, *row):
-        self.rows.append(row)
+    def log_episodes(self, ended):
+        self.rows += [(self.global_step, score, length) for _, score, length in ended]
 
 
 class Game:
@@ -341,7 +341,7 @@ def synthetic(T: int, N: int = 8) -> script.Rollout:
 def test_minibatches_are_whole_environments(minibatches, monkeypatch):
     args = Args(num_envs=8, num_steps=6, num_minibatches=minibatches, update_epochs=3)
     data, batches, plain = synthetic(6), [], script.ppo_loss
-    monkeypatch.setattr(script, "ppo_loss", lambda *a: batches.append(a[1]) or plain(*a))
+    monkeypatch.setattr(script, "ppo_loss", lambda *a: batches.append(a[2]) or plain(*a))
     for iteration in (5, 6):
         script.update(make_agent(args), data, iteration, 1e-3, args)
     assert len(batches) == 2 * 3 * minibatches
@@ -488,6 +488,9 @@ class Cue:
         self.t, self.over = np.where(self.over, 0, self.t + 1), asked
         info = {"reward": reward, "terminated": asked.astype(np.int32)}
         return self.reset()[0], reward, asked, np.zeros(self.n, bool), info
+
+    def close(self):
+        pass
 
 
 def last_returns(folder: Path, flags: str) -> float:
@@ -711,7 +714,7 @@ def test_what_is_not_finite_is_not_saved(frames, tmp_path, monkeypatch):
 WRONG = [
     ("--num-minibatches 5", "--num-minibatches 5: not in 1 ... 4"),
     ("--num-minibatches 0", "--num-minibatches 0: not in 1 ..."),
-    ("--num-steps 3", "--num-steps 3: not in 4 ..."),
+    ("--num-steps 1 --num-minibatches 4", "--minibatch-size 1: not in 2 ..."),
     ("--learning-rate nan", "--learning-rate nan: not in"),
     ("--env-id CartPole-v1", "--env-id CartPole-v1: EnvPool has no such Atari game"),
     ("--resume nowhere", "nowhere: no checkpoint.pt that can be read"),
@@ -719,7 +722,7 @@ WRONG = [
     ("--resume run --num-envs 5", "run goes on with its 4 environments of Breakout-v5"),
     ("--resume run --env-id Pong-v5", "run goes on with its 4 environments of Breakout-v5"),
     ("--run-dir run", "a run is there: --resume run"),
-    ("--capture-video", "moviepy is not installed: pip install moviepy"),
+    ("--capture-video", "moviepy 2 is not installed: pip install 'moviepy>=2'"),
     ("--no-such-flag", "--no-such-flag"),
 ]
 

@@ -3,7 +3,6 @@ implementation in plain loops, brute force and toy environments. The numbers in 
 those of the specification's checklist."""
 
 import copy
-import csv
 import dataclasses
 import math
 from types import SimpleNamespace
@@ -65,8 +64,9 @@ class Log:
     def __init__(self):
         self.global_step, self.rows = 0, []
 
-    def log_episode(self, step, episodic_return, length):
-        self.rows.append((step, episodic_return, length))
+    def log_episodes(self, ended):
+        for _, episodic_return, length in ended:
+            self.rows.append((self.global_step, episodic_return, length))
 
 
 def make_agent(obs_dim=3, actions=2, discrete=False, **args) -> tuple[Agent, Args]:
@@ -279,19 +279,28 @@ def test_3_thresholds_are_strict(preset, above, below, raised, lowered):
     assert after(below * (1 - 1e-9)) == pytest.approx(lowered)
 
 
-def test_3_schulmans_and_fixed_betas_have_no_limits_to_speak_of():
+def test_3_schulmans_beta_has_a_floor_from_which_it_rises_and_the_fixed_one_stays():
     it, fixed = servo("schulman"), servo("fixed", beta=3.0)
     for k in range(1, 25):
         it.adapt(1.0)
         fixed.adapt(1.0)
         assert it.beta == 2.0**k
-    for k in range(23, -25, -1):
+    for k in range(23, -10, -1):
         it.adapt(0.0)
         fixed.adapt(0.0)
         it.adapt_rate(1.0, 3e-4)
         assert it.beta == 2.0**k
+    for _ in range(1100):  # without a floor it would be 0 now, and stay there
+        it.adapt(0.0)
+    assert it.beta == 1e-3
+    it.adapt(1.0)
+    assert it.beta == 2e-3
     assert it.lr_multiplier == fixed.lr_multiplier == 1.0
     assert fixed.beta == 3.0
+    given = servo("schulman", beta=0.0), servo("fixed", beta=0.0), servo("learning-rate")
+    for each in given:
+        each.adapt(1.0)
+    assert [each.beta for each in given] == [2e-3, 0.0, 0.0]
 
 
 def test_3_learning_rate_preset_moves_the_rate_and_nothing_else():
@@ -334,15 +343,16 @@ def test_3_presets_from_the_command_line():
         "lr_servo": "with-beta", "lr_multiplier": 1.0,
     }  # fmt: skip
     schulman = {
-        "kl_targ": 0.01, "beta": 1.0, "tolerance": 1.5, "factor": 2.0, "beta_min": 0.0,
+        "kl_targ": 0.01, "beta": 1.0, "tolerance": 1.5, "factor": 2.0, "beta_min": 1e-3,
         "beta_max": 1e9, "hinge_coef": 0.0, "early_stop": math.inf, "clip_coef": 0.0,
         "lr_servo": "never", "lr_multiplier": 1.0,
     }  # fmt: skip
-    rate = {"beta": 0.0, "tolerance": 2.0, "clip_coef": 0.2, "lr_servo": "with-kl", "factor": 1.0}
+    fixed = schulman | {"factor": 1.0, "beta_min": 0.0}
+    rate = {"beta": 0.0, "tolerance": 2.0, "clip_coef": 0.2, "lr_servo": "with-kl"}
     assert numbers("") == coady
     assert numbers("--servo schulman") == schulman
-    assert numbers("--servo fixed --beta 3") == schulman | {"factor": 1.0, "beta": 3.0}
-    assert numbers("--servo learning-rate") == schulman | rate
+    assert numbers("--servo fixed --beta 3") == fixed | {"beta": 3.0}
+    assert numbers("--servo learning-rate") == fixed | rate
     given = {"beta": 0.0, "kl_targ": 0.03}
     assert numbers("--servo schulman --beta 0 -k 0.03") == schulman | given  # 0 is a number
     assert numbers("--beta 0 --kl-targ 0.03") == coady | given
@@ -627,14 +637,14 @@ def test_10_warm_up_sets_the_scale_and_counts_for_nothing(tmp_path, monkeypatch)
     args = parsed(f"--env-id Lottery-v0 --no-cuda --run-dir {folder}")
     with pytest.raises(Stop):
         script.train(args)
-    ((agent, (env,), step),) = seen
-    assert (env.episode, env.over, step) == (4, True, 0)
+    ((agent, envs, step),) = seen
+    assert (envs.episodes, envs.over.tolist(), step) == ([4], [True], 0)
+    (env,) = envs.envs
     assert agent.obs_moments.count == len(env.unwrapped.taken) > 5
     assert agent.obs_moments.mean[1] > 1.0
-    with open(folder / "episodes.csv") as file:
-        assert len(list(csv.reader(file))) == 1
+    assert not folder.exists()  # not one step that counts was taken
     torch.manual_seed(args.seed)
-    assert torch.equal(parameters(agent), parameters(Agent(env, args)))
+    assert torch.equal(parameters(agent), parameters(Agent(envs, args)))
     assert not any(adam.state for adam in agent.optimizers.values())
 
 
@@ -1026,9 +1036,9 @@ def test_three_iterations_are_those_of_plain_loops(rate, passes):
 
 def playing(env_id="Lottery-v0", num_envs=1):
     args = Args(env_id=env_id, num_envs=num_envs)
-    envs = [script.Episodes(script.make_env(env_id), args, i) for i in range(num_envs)]
+    envs = script.make_envs(args, num_envs)
     torch.manual_seed(0)
-    return Agent(envs[0], args), envs, Log(), args
+    return Agent(envs, args), envs, Log(), args
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
@@ -1044,10 +1054,10 @@ def test_exactly_b_whole_episodes(num_envs):
         assert len(log.rows) == 8 * k
         assert sorted(row[1] for row in log.rows[-8:]) == sorted(data.lengths)
         assert all(row[1] == row[2] for row in log.rows)
-        assert all(env.over for env in envs)
-    taken = sum(len(env.unwrapped.taken) for env in envs)
+        assert envs.over.all()
+    taken = sum(len(env.unwrapped.taken) for env in envs.envs)
     assert log.global_step == sum(row[2] for row in log.rows) == taken
-    assert sum(env.episode + 1 for env in envs) == 24
+    assert sum(episode + 1 for episode in envs.episodes) == 24
 
 
 def test_episodes_are_no_shorter_for_being_played_side_by_side():
@@ -1087,7 +1097,7 @@ def test_stored_actions_are_those_acted_on_stored_observations(env_id):
         for t in range(n):
             action = agent.act(data.obs[t, e : e + 1], agent.noise(1), t)[0]
             assert np.array_equal(action, data.actions[t, e])
-    (env,) = envs
+    (env,) = envs.envs
     acted = data.actions.swapaxes(0, 1)[data.valid.T]
     shift = 5 if env_id == "Choice-v0" else 0
     np.testing.assert_array_equal(np.array(env.unwrapped.taken), acted + shift)
@@ -1099,8 +1109,8 @@ def test_stored_actions_are_those_acted_on_stored_observations(env_id):
 
 def same(one, other) -> bool:
     """Equality in depth, of tensors to the bit."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+    if isinstance(one, torch.Tensor | np.ndarray):
+        return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
@@ -1126,7 +1136,7 @@ def test_17_resumed_run_is_the_uninterrupted_one(tmp_path, flags, half, whole):
     straight, resumed = (script.load_checkpoint(folder) for folder in folders)
     for each in (straight, resumed, stopped):
         each["counters"] = each["counters"][:2]  # steps and iterations; the others are of time
-    for key in ("agent", "replay", "optimizers", "servo", "rng", "episodes", "counters"):
+    for key in ("agent", "replay", "optimizers", "servo", "rng", "played", "counters"):
         assert same(straight[key], resumed[key]), key
         assert not same(straight[key], stopped[key]), key
     assert len(resumed["replay"]) == 2

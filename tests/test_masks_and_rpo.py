@@ -61,19 +61,27 @@ def small_args(env_id="Doors0-v0", **more):
 
 def agent_for(env_id, **more):
     args = small_args(env_id, **more)
-    env = ppo.Episodes(ppo.make_env(env_id), args, 0)
-    env.reset()
+    envs = ppo.make_envs(args, 1)
     torch.manual_seed(0)
-    agent = ppo.Agent(env, args)
+    agent = ppo.Agent(envs, args)
     with torch.no_grad():
         agent.actor[-1].bias.uniform_(-3, 3)  # choices are not all alike
-    return agent, env
+    return agent, envs
+
+
+def seen(agent, envs, steps: int) -> np.ndarray:
+    """Observations, with their masks, of the first environment in so many steps."""
+    rows = []
+    for _ in range(steps):
+        rows.append(envs.obs[0].copy())
+        envs.step(agent.numpy_actor()(envs.obs))
+    return np.array(rows)
 
 
 @each
 def test_invalid_choices_have_probability_zero_and_no_gradient(env_id):
-    agent, env = agent_for(env_id)
-    obs = torch.tensor(np.array([env.step(agent.act(env.obs[None])[0])[0] for _ in range(200)]))
+    agent, envs = agent_for(env_id)
+    obs = torch.tensor(seen(agent, envs, 200))
     mask = obs[:, agent.dim :]
     assert mask.shape[1] == sum(agent.choices) and 0.2 < mask.mean() < 0.8
     action, logprob, entropy, _ = agent.get_action_and_value(obs)
@@ -112,8 +120,8 @@ def test_only_valid_choices_are_taken_in_training_and_evaluation(env_id, tmp_pat
 
 @each
 def test_sampling_matches_the_probabilities_of_the_loss(env_id):
-    agent, env = agent_for(env_id)
-    obs = np.repeat(env.obs[None], 20_000, axis=0)
+    agent, envs = agent_for(env_id)
+    obs = np.repeat(envs.obs, 20_000, axis=0)
     actions = agent.act(obs, agent.noise(len(obs))).reshape(len(obs), -1)
     codes, counts = np.unique(actions, axis=0, return_counts=True)
     given = torch.tensor(obs[: len(codes)]), torch.tensor(codes)
@@ -125,13 +133,13 @@ def test_sampling_matches_the_probabilities_of_the_loss(env_id):
 def test_rows_carry_the_mask_of_their_own_observation():
     agent, _ = agent_for("Doors0-v0")
     args, shown = small_args(), []
-    envs = [ppo.Episodes(ppo.make_env(args.env_id), args, i) for i in range(2)]
-    doors = envs[0].unwrapped
+    made = [ppo.make_env(args.env_id) for _ in range(2)]
+    doors = made[0].unwrapped
     show = doors.show
     doors.show = lambda: shown.append(show()) or shown[-1]
-    for env in envs:
-        env.reset()
-    run = type("Log", (), {"global_step": 0, "log_episode": lambda *row: None})()
+    envs = ppo.Envs(made, args, range(2))
+    agent.adam = ppo.flat_adam(agent)
+    run = type("Log", (), {"global_step": 0, "log_episodes": lambda *row: None})()
     data = ppo.rollout(agent, envs, run, args)
     assert data.obs.shape == (33, 2, 3 + 4) and (~data.valid[:, 0]).sum() == 4
     for row, (obs, info) in zip(data.obs[:, 0], shown, strict=True):
@@ -192,9 +200,10 @@ def captured(alpha, **more):
     calls = []
 
     def step(agent, adam, batch, rows, learning_rate, args):
-        _, metrics = ppo_continuous_action.ppo_loss(agent, args, *[x[rows] for x in batch])
+        minibatch = ppo_continuous_action.Batch(*[x[rows] for x in batch])
+        _, metrics = ppo_continuous_action.ppo_loss(agent, args, minibatch)
         metrics = {name: x.detach() for name, x in metrics.items()}
-        calls.append((list(batch), rows, metrics))
+        calls.append((batch, rows, metrics))
         return list(metrics), torch.stack(list(metrics.values()))
 
     ppo_continuous_action.update(agent, data, 0.0, args, step)
@@ -203,7 +212,7 @@ def captured(alpha, **more):
 
 def test_no_alpha_draws_no_noise():
     agent, calls = captured(0.0)
-    assert {len(batch) for batch, *_ in calls} == {6}
+    assert all((batch.noise == 0.0).all() for batch, *_ in calls)
     expected = np.random.default_rng(1)  # that of Args.seed
     expected.standard_normal((512, 3), np.float32)
     for _ in range(10):
@@ -213,7 +222,7 @@ def test_no_alpha_draws_no_noise():
 
 def test_noise_is_uniform_and_new_in_every_epoch():
     agent, calls = captured(0.5)
-    noise = [batch[6] for batch, *_ in calls]
+    noise = [batch.noise for batch, *_ in calls]
     assert len(noise) == 40 and all(x is y for x, y in zip(noise[::4], noise[3::4], strict=True))
     drawn = torch.stack(noise[::4]) / agent.unit  # [epochs, B, A]
     assert drawn.shape == (10, 512, 3) and len(drawn.unique()) > 0.99 * drawn.numel()
@@ -226,8 +235,8 @@ def test_noise_is_uniform_and_new_in_every_epoch():
 def test_the_loss_is_that_of_shifted_means(scale):
     agent, calls = captured(0.3, scale_actions=scale)
     with torch.no_grad():
-        for (obs, actions, *_, noise), rows, _ in calls[:3]:
-            obs, actions, noise = obs[rows], actions[rows], noise[rows]
+        for batch, rows, _ in calls[:3]:
+            obs, actions, noise = batch.obs[rows], batch.actions[rows], batch.noise[rows]
             mean = agent.origin + agent.unit * agent.actor_mean(agent.normalize(obs))
             policy = torch.distributions.Normal(mean + noise, agent.unit * agent.actor_logstd.exp())
             found = agent(obs, actions - noise)[1]
@@ -242,7 +251,7 @@ def test_distances_are_measured_without_the_noise():
         assert max(metrics[name].abs().item() for *_, metrics in calls) < 1e-5
     with torch.no_grad():
         batch = calls[0][0]
-        logratio = agent(batch[0], batch[1] - batch[6])[1] - batch[2]
+        logratio = agent(batch.obs, batch.actions - batch.noise)[1] - batch.logprobs
     assert (logratio.exp() - 1 - logratio).mean() == pytest.approx(0.126, abs=0.03)
     assert ((logratio.exp() - 1).abs() > 0.2).float().mean() == pytest.approx(0.65, abs=0.05)
     assert calls[0][2]["policy_loss"].abs() > 1e-3  # the objective is with it

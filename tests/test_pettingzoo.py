@@ -13,7 +13,17 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from program import ROOT, assert_same, installed, rows, run, scalars, status, train_until_killed
+from program import (
+    ROOT,
+    assert_same,
+    installed,
+    rows,
+    run,
+    scalars,
+    status,
+    train_until_killed,
+    write_checkpoint,
+)
 
 import ppo_pettingzoo_ma_atari as script
 from ppo_pettingzoo_ma_atari import Args
@@ -81,11 +91,18 @@ class Duel:
         self.t += 1
         return np.array([3, 1]) + 5 * (np.asarray(actions) == 2)
 
+    def reset(self, seed):
+        self.reset_game()
+        self.games = seed % 100
+
     def clone_full_state(self):
-        return np.array([self.t + 200, self.games], np.uint8)
+        return self.games
 
     def restore_full_state(self, state):
-        self.t, self.games = int(state[0]) - 200, int(state[1])
+        self.games = state
+
+    def close(self):
+        pass
 
 
 @pytest.fixture
@@ -324,7 +341,7 @@ def test_a_long_game_is_truncated_for_who_still_plays(duel):
         assert truncated.tolist() == [k == 3, False]
         assert terminated.tolist() == [False, k == 2]
     assert not envs.over.any()
-    assert envs.episodes.tolist() == [1]
+    assert envs.episodes == [1]
 
 
 class Log:
@@ -333,8 +350,9 @@ class Log:
     def __init__(self):
         self.global_step, self.iteration, self.rows = 0, 0, []
 
-    def log_episode(self, *row, player):
-        self.rows.append((*row, player))
+    def log_episodes(self, ended):
+        for player, score, length in ended:
+            self.rows.append((self.global_step, score, length, player % 2))
 
 
 def test_rows_of_the_dead_are_marked_and_episodes_are_each_player_s(duel):
@@ -494,7 +512,7 @@ def test_evaluation_says_who_wins(duel, tmp_path, capsys):
     for other, env_id in (("c", "pong_v3"), ("d", "other_v0")):
         (tmp_path / other).mkdir()
         args = vars(saved["args"]) | {"env_id": env_id}
-        torch.save(saved | {"args": args}, tmp_path / other / "checkpoint.pt")
+        write_checkpoint(tmp_path / other, saved | {"args": args})
     wrong = [("c", "does not fit"), ("d", "d: plays other_v0, not duel_v0"), ("e", "no checkpoint")]
     for other, says in wrong:
         with pytest.raises(SystemExit) as end:
@@ -513,11 +531,10 @@ def test_a_game_goes_on_to_the_same_bits():
     while not envs.over.any():
         envs.step(rng.integers(18, size=4) * [1, 0, 1, 0])
     assert envs.over.sum() == 1
-    content = envs.state_dict()
     other = script.Envs(args, 4)
     for _ in range(7):
         other.step(rng.integers(18, size=4))
-    other.load_state_dict(content)
+    other.play_again(envs.played())
     for _ in range(80):
         actions = rng.integers(18, size=4)
         for found, wanted in zip(other.step(actions), envs.step(actions), strict=True):
@@ -579,7 +596,7 @@ class Picture:
     one step. Right pays 1, else -1. Who can't tell the players apart gets 0 at best."""
 
     action_space = gym.spaces.Discrete(6)
-    indicator, means = True, []
+    indicator, means, ended = True, [], []
 
     def __init__(self, args, n):
         self.rng, self.over = np.random.default_rng(args.seed), np.zeros(n, bool)
@@ -602,14 +619,16 @@ class Picture:
         self.draw()
         return self.scores, np.ones(n, bool), np.zeros(n, bool)
 
-    def state_dict(self):
-        return {}
+    def played(self):
+        return []
+
+    def close(self):
+        pass
 
 
 @pytest.fixture
 def picture(monkeypatch):
     monkeypatch.setattr(script, "Envs", Picture)
-    monkeypatch.setattr(script.Run, "log_episode", lambda *row, **player: None)
     monkeypatch.setattr(Picture, "means", [])
 
 
@@ -657,7 +676,7 @@ def test_defaults_are_cleanrl_s():
 WRONG = [
     ("--learning-rate nan", "--learning-rate nan: not in"),
     ("--num-envs 1", "--num-envs 0: not in 1 ..."),
-    ("--num-steps 1 --num-minibatches 2", "--minibatch-size 2: not in 4 ..."),
+    ("--num-steps 1 --num-minibatches 4", "--minibatch-size 1: not in 2 ..."),
     ("--eval-episodes 0", "--eval-episodes 0: not in 1 ..."),
     ("--eval-interval 0", "--eval-interval 0: not in 1 ..."),
     ("--env-id pong_v2", "--env-id pong_v2: No module named"),
@@ -668,7 +687,7 @@ WRONG = [
     ("--resume run --num-envs 8", "run goes on with its 4 environments of duel_v0"),
     ("--resume run --env-id pong_v3", "run goes on with its 4 environments of duel_v0"),
     ("--run-dir run", "a run is there: --resume run"),
-    ("--capture-video", "moviepy is not installed: pip install moviepy"),
+    ("--capture-video", "moviepy 2 is not installed: pip install 'moviepy>=2'"),
     ("--no-such-flag", "--no-such-flag"),
 ]
 

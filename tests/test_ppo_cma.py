@@ -570,13 +570,15 @@ class Log:
     def __init__(self):
         self.global_step, self.rows = 0, []
 
-    def log_episode(self, step, episodic_return, length):
-        self.rows.append((step, episodic_return, length))
+    def log_episodes(self, ended):
+        for _, episodic_return, length in ended:
+            self.rows.append((self.global_step, episodic_return, length))
 
 
 def play(lengths_of_each, iter_steps, action_repeat=2):
     args = Args(num_envs=len(lengths_of_each), iter_steps=iter_steps, action_repeat=action_repeat)
-    envs = [ppo_cma.Episodes(Counter(each), args, i) for i, each in enumerate(lengths_of_each)]
+    numbers = range(len(lengths_of_each))
+    envs = ppo_cma.Envs([Counter(each) for each in lengths_of_each], args, numbers)
     agent, log = make_agent(), Log()
     ppo_cma.rollout(agent, envs, log, args)
     return agent, log, envs
@@ -599,7 +601,7 @@ def test_15_running_episodes_finish_and_short_ones_are_not_favoured():
     assert lengths.count(40) == 1
     assert lengths.count(2) == 8  # those started before both had made 30 steps together
     assert log.global_step == sum(lengths) == 40 + 16
-    seeds = [seed for env in envs for seed in env.unwrapped.seeds]
+    seeds = [seed for env in envs.envs for seed in env.unwrapped.seeds]
     assert len(set(seeds)) == len(seeds) == 9
     assert len(agent.memory) == 9
 
@@ -615,22 +617,22 @@ def test_15_an_action_is_held_to_the_end_at_most_and_may_be_written_to():
             return obs, np.array([0.5], np.float32), int(terminated), np.array([truncated]), info
 
     args, given, log = Args(action_repeat=3, iter_steps=3), [], Log()
-    agent, env = make_agent(), ppo_cma.Episodes(Odd([4]), args, 0)
-    ppo_cma.rollout(agent, [env], log, args)
+    agent, envs = make_agent(), ppo_cma.Envs([Odd([4])], args)
+    ppo_cma.rollout(agent, envs, log, args)
     assert log.rows == [(4, 2.0, 4)]
     ((first, second),) = agent.memory
     assert (first[2], second[2]) == (1.5, 0.5)
     assert [float(a[0]) for a in given] == [float(first[1][0])] * 3 + [float(second[1][0])]
-    assert abs(first[1][0]) <= 1 and env.over is True
+    assert abs(first[1][0]) <= 1 and envs.over.tolist() == [True]
 
 
 def test_15_an_episode_without_an_end_stops_the_run():
-    env = ppo_cma.Episodes(Counter([10**9]), Args(action_repeat=50_000), 0)
-    env.reset()
-    for _ in range(2):
-        env.step(np.zeros(1, np.float32))
+    envs = ppo_cma.Envs([Counter([10**9])], Args(action_repeat=50_000))
+    given = np.zeros((1, 1), np.float32), np.ones(1, bool)
+    for _ in range(3):  # the first begins the episode
+        envs.step(*given)
     with pytest.raises(TimeoutError, match="max_episode_steps"):
-        env.step(np.zeros(1, np.float32))
+        envs.step(*given)
 
 
 # --- beyond the list ------------------------------------------------------------------------------

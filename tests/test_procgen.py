@@ -77,8 +77,8 @@ class Log:
     def __init__(self):
         self.global_step, self.iteration, self.rows = 0, 0, []
 
-    def log_episode(self, *row):
-        self.rows.append(row)
+    def log_episodes(self, ended):
+        self.rows += [(self.global_step, score, length) for _, score, length in ended]
 
 
 # --- levels ---------------------------------------------------------------------------------------
@@ -300,10 +300,8 @@ def test_rewards_are_scaled_as_by_hand_and_as_in_the_sibling(gamma):
     rng, seen = np.random.default_rng(0), []
     agent, envs = script.Agent(Levels), SimpleNamespace(discounted=np.zeros(5))
     args = ppo_continuous_action.Args(num_envs=5, num_steps=20, num_minibatches=1, gamma=gamma)
-    theirs = [ppo_continuous_action.Episodes(Told(), args, i) for i in range(5)]
-    sibling = ppo_continuous_action.Agent(theirs[0], args)
-    for env in theirs:
-        env.reset()
+    theirs = ppo_continuous_action.Envs([Told() for _ in range(5)], args, range(5))
+    sibling = ppo_continuous_action.Agent(theirs, args)
     running = [0.0] * 5  # discounted return of each environment's episode
     ended = np.zeros(5, bool)
     for k in range(3):
@@ -327,9 +325,9 @@ def test_rewards_are_scaled_as_by_hand_and_as_in_the_sibling(gamma):
         wanted = np.clip(rewards / np.std(seen), -10, 10)
         found = script.scale_rewards(agent, envs, data, gamma)
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
-        for i, env in enumerate(theirs):
+        for i, env in enumerate(theirs.envs):
             told = (x[valid[:, i], i] for x in (rewards, terminated, truncated))
-            env.unwrapped.told = zip(*told, strict=True)
+            env.told = zip(*told, strict=True)
         there = ppo_continuous_action.rollout(sibling, theirs, Log(), args)
         np.testing.assert_allclose(found, there.rewards, rtol=1e-6)
         assert (there.valid == valid).all()
@@ -474,7 +472,7 @@ def test_junk_rows_are_never_learned_from():
 def test_every_valid_sample_once_an_epoch_and_a_kl_stop_after_one(monkeypatch):
     args, data, seen = small("--num-envs 8 --num-steps 5 --update-epochs 3"), synthetic(5), []
     plain = script.ppo_loss
-    monkeypatch.setattr(script, "ppo_loss", lambda *a: seen.append(a[-1]) or plain(*a))
+    monkeypatch.setattr(script, "ppo_loss", lambda *a: seen.append(a[-1].values) or plain(*a))
     script.update(make_agent(args), data, 0, 1e-3, args)
     assert len(seen) == 3 * 2
     wanted = data.values[:-1][torch.as_tensor(data.valid)].sort().values
@@ -670,7 +668,7 @@ def test_what_is_not_finite_is_not_saved(levels, tmp_path, monkeypatch):
 
 
 WRONG = [
-    ("--num-minibatches 9", "--minibatch-size 3: not in 4 ..."),
+    ("--num-minibatches 33", "--minibatch-size 0: not in 2 ..."),
     ("--num-minibatches 0", "--num-minibatches 0: not in 1 ..."),
     ("--num-levels -1", "--num-levels -1: not in 0 ... 1000000000"),
     ("--start-level 2000000000", "--start-level 2000000000: not in 0 ... 1000000000"),
@@ -685,7 +683,7 @@ WRONG = [
     ("--resume run --num-envs 5", "run goes on with its 4 environments of StarpilotEasy-v0"),
     ("--resume run --env-id bigfish", "run goes on with its 4 environments of StarpilotEasy-v0"),
     ("--run-dir run", "a run is there: --resume run"),
-    ("--capture-video", "moviepy is not installed: pip install moviepy"),
+    ("--capture-video", "moviepy 2 is not installed: pip install 'moviepy>=2'"),
     ("--no-such-flag", "--no-such-flag"),
     ("no Qt", "no Qt at all (or, without root: pip install PyQt5-Qt5)"),
 ]

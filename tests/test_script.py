@@ -104,7 +104,7 @@ def test_the_original_readme_line_means_what_it_did():
 def test_the_original_readme_line_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = [*ORIGINAL.split(), "--no-cuda"]
-    assert train_until_killed("ppo_cma", "Run.log_episode", 20, argv) == -signal.SIGKILL
+    assert train_until_killed("ppo_cma", "Run.log_episodes", 20, argv) == -signal.SIGKILL
     (folder,) = tmp_path.glob("runs/Humanoid-v4__1__1__*")
     assert len(rows(folder)) == 20
 
@@ -126,15 +126,18 @@ def test_names_of_the_original_and_of_cleanrl(line, field, value):
 WRONG = [
     (
         "--env-id CartPole-v1",
-        "Discrete(2): a vector and a flat, finite Box wanted; choices: ppo.py",
+        "Discrete(2): a finite Box of actions is wanted, its sides from 1e-6 to 1e6; choices",
     ),
     (
         "--env-id Unbounded-v0",
-        "Box(0.0, inf, (1,), float32): a vector and a flat, finite Box wanted",
+        "Box(0.0, inf, (1,), float32): a finite Box of actions is wanted",
     ),
     ("--env-id Humanoid-v9", "provides versioned environments"),
     ("--env-id HalfCheeta-v4", "Did you mean: `HalfCheetah`?"),
-    ("--env-id Pixels_cma-v0", "finite Box wanted; choices: ppo.py; pixels: ppo_atari_multigpu.py"),
+    (
+        "--env-id Pixels_cma-v0",
+        "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py",
+    ),
     ("--mode cma", "--mode cma: not one of ppo-cma-m, ppo-cma, ppo, pg, pg-pos"),
     ("--total-timesteps 1e6", "--total-timesteps: invalid literal"),
     ("--total-timesteps 0", "--total-timesteps 0: not in 1 ..."),
@@ -147,12 +150,15 @@ WRONG = [
     ("--gae-lambda nan", "--gae-lambda nan: not in 0 ... 1"),
     ("--epsilon 0.2", "Unrecognized options: --epsilon"),
     ("--run-dir run", "a run is there: --resume run goes on with it"),
-    ("--resume nowhere", "nowhere: no checkpoint.pt that can be read"),
+    ("--resume nowhere", "nowhere: no checkpoint.pt that can be read here"),
     ("--resume run --evaluate run", "--resume goes on in its folder: not with"),
     ("--resume run --num-envs 3", "--num-envs 3: run goes on with its 1"),
     ("--resume run --mode ppo", "run: its agent does not fit the environment"),
     ("--evaluate run --env-id Hopper-v4", "run: its agent does not fit the environment"),
-    ("--evaluate foreign", "foreign: no checkpoint.pt that can be read: TypeError"),
+    (
+        "--evaluate foreign",
+        "foreign: no checkpoint.pt, made by ppo_cma.py that can be read here: TypeError",
+    ),
     ("--track", "wandb is not installed: pip install wandb"),
 ]
 
@@ -286,7 +292,7 @@ def test_importing_does_nothing(root, tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize(
-    ("target", "call"), [("Episodes.step", 700), ("mean_loss", 22), ("torch.save", 3)]
+    ("target", "call"), [("Envs.step", 700), ("mean_loss", 22), ("torch.save", 3)]
 )
 def test_killed_and_resumed_is_undisturbed(target, call, tmp_path, undisturbed):
     folder = tmp_path / "run"

@@ -8,7 +8,6 @@ import math
 import re
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import gymnasium as gym
@@ -224,7 +223,7 @@ def spied_update(agent, data, args, **more):
         batches.append((batch, rows.clone(), float(learning_rate)))
         return ["approx_kl", "value_loss"], torch.zeros(2)
 
-    agent.adam = {"learning_rate": torch.tensor(1e-3)}
+    agent.adam = script.flat_adam(agent) | {"learning_rate": torch.tensor(1e-3)}
     with mock.patch.object(script, "minibatch_step", step):
         metrics = script.update(agent, data, args, **more)
     return batches, metrics
@@ -307,16 +306,17 @@ class SingleToy(gym.Env):
         return obs, float(self.number + self.t), over and odd, over and not odd, {}
 
 
-class Unbroken(ppo_continuous_action.Episodes):
-    """The sibling's episodes without a row between two of them: as on the device."""
+class Unbroken(ppo_continuous_action.Envs):
+    """The sibling's environments without a row between two episodes: as on the device."""
 
-    ended = False
+    ends = ()
 
-    def step(self, action):
-        if self.ended:
-            self.reset()
-        step = super().step(action)
-        self.ended, self.over = self.over, False
+    def step(self, actions):
+        for i in self.ends:
+            self.obs[i] = self.reset(i)
+        step = super().step(actions)
+        self.ends = np.flatnonzero(self.over)
+        self.over[:] = False
         return step
 
 
@@ -324,16 +324,12 @@ def test_rewards_are_scaled_as_the_siblings():
     agent, _, _, copies, args = play_toy("--gamma 0.9 --gae-lambda 0", iterations=2)
     sizes = {"num_envs": 6, "num_steps": 10, "num_minibatches": 1}
     their_args = ppo_continuous_action.Args(gamma=0.9, **sizes)
-    envs = [Unbroken(SingleToy(i), their_args, i) for i in range(6)]
-    theirs = ppo_continuous_action.Agent(envs[0], their_args)
-    for env in envs:
-        env.reset()
+    envs = Unbroken([SingleToy(i) for i in range(6)], their_args, range(6))
+    theirs = ppo_continuous_action.Agent(envs, their_args)
     agent.get_value = lambda obs: obs[..., 0] * 0.0  # returns are rewards then
     for data in copies:
         ((batch, *_), *_), _ = spied_update(agent, data, args)
-        there = ppo_continuous_action.rollout(
-            theirs, envs, SimpleNamespace(global_step=0), their_args
-        )
+        there = ppo_continuous_action.rollout(theirs, envs, mock.Mock(global_step=0), their_args)
         assert (there.terminated == data.terminated.numpy()).all() and there.valid.all()
         np.testing.assert_allclose(batch[4].view(10, 6), there.rewards, rtol=1e-5)
 

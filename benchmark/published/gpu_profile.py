@@ -89,7 +89,8 @@ class Clock:
         return result
 
     def row(self, batch_size: int) -> dict:
-        (start, before), (end, after) = self.marks[WARM], self.marks[-1]
+        start, before = self.marks[WARM]
+        end, after = self.marks[-1]
         count = len(self.marks) - 1 - WARM
         whole = 1000 * (end - start) / count
         spent = {name: 1000 * (after[name] - before[name]) / count for name in after}

@@ -118,7 +118,9 @@ def profile(path: Path, env_id: str, num_envs: int):
         with torch.profiler.profile(activities=activities) as profiler:
             function()
             wait()
-        times, counts, kinds = Counter(), Counter(), Counter()
+        times = Counter()
+        counts = Counter()
+        kinds = Counter()
         for event in profiler.events():
             host = event.device_type == torch.autograd.DeviceType.CPU
             if not host and not getattr(event, "is_user_annotation", False):
@@ -136,7 +138,8 @@ def profile(path: Path, env_id: str, num_envs: int):
 
 
 def main(argv: list[str]):
-    path, env_id = Path(argv[0]), argv[1]
+    path = Path(argv[0])
+    env_id = argv[1]
     if "--profile" in argv:
         return profile(path, env_id, int(argv[2]))
     for num_envs in argv[2:]:

@@ -27,19 +27,26 @@ def keep(run: Path) -> str:
     args = saved["args"]
     script = content["script"].removesuffix(".py")
     weights = {name: smaller(name, x) for name, x in saved["agent"].items()}
-    folder = POLICIES / args["env_id"]
+    folder = POLICIES / args["env_id"].rpartition(":")[2]
     folder.mkdir(exist_ok=True)
-    torch.save({"args": args, "agent": weights}, folder / "checkpoint.pt")
+    kept = {"args": args, "agent": weights}
+    if "names" in saved:  # what the agent of ppo_pixels.py sees
+        kept["names"] = saved["names"]
+    torch.save(kept, folder / "checkpoint.pt")
     module = importlib.import_module(script)
     flags = ["--evaluate", str(folder), "--eval-episodes", "20", "--no-cuda"]
+    flags += ["--env-id", args["env_id"]]
     returns = module.evaluate(module.parse_args(flags))
-    own = ("env_id", "seed", "batch_size", "minibatch_size", "num_iterations")
+    module_of = args["env_id"].rpartition(":")[0]
+    own = ("seed", "batch_size", "minibatch_size", "num_iterations")
+    own += () if module_of else ("env_id",)  # a module has to be named again
     changed = {k: x for k, x in args.items() if k not in own and x != getattr(module.Args(), k)}
     more = " ".join(f"`{k}={x}`" for k, x in changed.items())
     if content["status"] != "finished":
         more += f" stopped before its {args['total_timesteps']:,} steps"
-    name = f"{args['env_id']} | `{script}.py` | {more} | {args['seed']}"
-    score = f"{np.mean(returns):,.1f} +- {np.std(returns):,.1f}"
+    name = f"{folder.name} | `{script}.py` | {more} | {args['seed']}"
+    digits = 1 if abs(np.mean(returns)) >= 10 else 2
+    score = f"{np.mean(returns):,.{digits}f} +- {np.std(returns):,.{digits}f}"
     return f"| {name} | {saved['counters'][0]:,} | {score} |"
 
 

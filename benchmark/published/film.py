@@ -1,0 +1,37 @@
+"""python benchmark/published/film.py RUN ENV_ID FILE.gif: some greedy episodes of a run of
+ppo_pixels.py as a small animation; how they were returned is printed."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@torch.no_grad()
+def film(run: Path, env_id: str, path: Path, episodes: int = 4, side: int = 192):
+    import ppo_pixels
+
+    args = replace(ppo_pixels.load_checkpoint(run)["args"], env_id=env_id, seed=1)
+    env = ppo_pixels.drawn_env(args)
+    envs = ppo_pixels.Envs([env], args)
+    agent, _ = ppo_pixels.load(run, envs)
+    frames = []
+    returns = []
+    while len(returns) < episodes:
+        image = Image.fromarray(env.render()).resize((side, side))
+        frames.append(image.quantize(32))
+        policy, _ = agent.policy(ppo_pixels.as_tensors(envs.obs, "cpu"))
+        envs.step(agent.choose_action(policy).numpy())
+        returns += [episodic_return for _, episodic_return, _ in envs.ended]
+    envs.close()
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=150, loop=0)
+    print(f"{path}: {len(frames)} frames, returns {', '.join(f'{x:.2f}' for x in returns)}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    film(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

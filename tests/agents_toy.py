@@ -1,0 +1,201 @@
+"""Environments of several agents whose best policy is known, for test_pettingzoo_agents.py: named
+on the command line as agents_toy:make and the like, with this folder on PYTHONPATH."""
+
+import gymnasium as gym
+import numpy as np
+from pettingzoo import AECEnv, ParallelEnv
+
+
+class Watch(ParallelEnv):
+    """A scout with three choices, of which its mask allows two, and two guards with two choices.
+    The right choice pays 1, a wrong one kills; after 20 steps time is up. The scout sees which is
+    right in three numbers, a guard in one. The best return is 20 each, 60 in all."""
+
+    metadata = {"name": "watch", "render_modes": ["rgb_array"]}  # noqa: RUF012
+    possible_agents = ["scout", "guard_0", "guard_1"]  # noqa: RUF012
+
+    def __init__(self, limit: int = 20, render_mode=None):
+        self.limit, self.render_mode = limit, render_mode
+
+    def observation_space(self, agent):
+        return gym.spaces.Box(-1, 1, (3,) if agent == "scout" else (1,), np.float32)
+
+    def action_space(self, agent):
+        return gym.spaces.Discrete(3 if agent == "scout" else 2)
+
+    def look(self):
+        self.right, observations, infos = {}, {}, {}
+        for agent in self.agents:
+            if agent == "scout":
+                right = int(self.rng.integers(3))
+                allowed = np.ones(3, np.int8)
+                allowed[(right + 1 + self.rng.integers(2)) % 3] = 0
+                observations[agent] = np.eye(3, dtype=np.float32)[right]
+                infos[agent] = {"action_mask": allowed}
+            else:
+                cue = int(self.rng.integers(2))
+                observations[agent] = np.float32([1 - 2 * cue])
+                right = cue
+                infos[agent] = {}
+            self.right[agent] = right
+        return observations, infos
+
+    def reset(self, seed=None, options=None):
+        self.rng, self.t = np.random.default_rng(seed), 0
+        self.agents = list(self.possible_agents)
+        return self.look()
+
+    def step(self, actions):
+        assert actions.keys() == set(self.agents)
+        self.t += 1
+        hit = {agent: bool(actions[agent] == self.right[agent]) for agent in self.agents}
+        rewards = {agent: float(hit[agent]) for agent in self.agents}
+        terminated = {agent: not hit[agent] for agent in self.agents}
+        truncated = {agent: self.t >= self.limit for agent in self.agents}
+        observations, infos = self.look()
+        self.agents = [a for a in self.agents if hit[a] and self.t < self.limit]
+        return observations, rewards, terminated, truncated, infos
+
+    def render(self):
+        return np.full((64, 64, 3), self.t, np.uint8)
+
+    def close(self):
+        pass
+
+
+class Drift(ParallelEnv):
+    """Agents that are alike, with Box actions of different sizes if `sizes` says so; each is paid
+    for being near its target, dies where `dies` says, and stops where `stops` says."""
+
+    metadata = {"name": "drift"}  # noqa: RUF012
+
+    def __init__(self, sizes=(2, 1), limit=6, dies=None, stops=None, joins=None, order=None):
+        names = [f"drone_{i}" for i in range(len(sizes))]
+        self.sizes = dict(zip(names, sizes, strict=True))
+        self.possible_agents = [names[i] for i in order or range(len(names))]
+        self.dies, self.stops, self.joins = dies or {}, stops or {}, joins or {}
+        self.limit = limit
+
+    def observation_space(self, agent):
+        return gym.spaces.Box(-1, 1, (self.sizes[agent] + 1,), np.float32)
+
+    def action_space(self, agent):
+        return gym.spaces.Box(-2, 4, (self.sizes[agent],), np.float32)
+
+    def look(self, agents):
+        number = {agent: int(agent.split("_")[1]) for agent in agents}
+        wave = {a: np.sin(self.phase + self.t + number[a]) for a in agents}
+        return {a: np.full(self.sizes[a] + 1, wave[a], np.float32) for a in agents}
+
+    def reset(self, seed=None, options=None):
+        self.phase, self.t = np.random.default_rng(seed).uniform(0, 6), 0
+        self.agents = [a for a in self.possible_agents if a not in self.joins]
+        return self.look(self.agents), {a: {} for a in self.agents}
+
+    def step(self, actions):
+        self.t += 1
+        acted = list(self.agents)
+        rewards = {a: float(1 - np.square(actions[a] - 1).mean()) for a in acted}
+        over = self.t >= self.limit
+        terminated = {a: self.dies.get(a) == self.t for a in acted}
+        truncated = {a: over or self.stops.get(a) == self.t for a in acted}
+        seen = self.look(acted)
+        joined = [a for a in self.possible_agents if self.joins.get(a) == self.t and not over]
+        self.agents = [a for a in acted if not terminated[a] and not truncated[a]] + joined
+        seen |= self.look(joined)
+        return seen, rewards, terminated, truncated, {a: {} for a in seen}
+
+    def state(self):
+        return np.full((2, 2), self.phase + self.t)
+
+    def close(self):
+        pass
+
+
+class Turns(AECEnv):
+    """Two players in turn, three moves each: a move pays its mover 0 or 1, and the other -1."""
+
+    metadata = {"name": "turns", "is_parallelizable": False}  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        self.possible_agents = ["first", "second"]
+        self.render_mode = None
+
+    def observation_space(self, agent):
+        return gym.spaces.Dict(
+            observation=gym.spaces.Box(0, 6, (1,), np.float32),
+            action_mask=gym.spaces.Box(0, 1, (2,), np.int8),
+        )
+
+    def action_space(self, agent):
+        return gym.spaces.Discrete(2)
+
+    def observe(self, agent):
+        mask = np.full(2, agent == self.agent_selection, np.int8)
+        return {"observation": np.float32([self.moves]), "action_mask": mask}
+
+    def reset(self, seed=None, options=None):
+        self.agents, self.moves = list(self.possible_agents), 0
+        self.agent_selection = "first"
+        self.rewards = dict.fromkeys(self.agents, 0.0)
+        self._cumulative_rewards = dict.fromkeys(self.agents, 0.0)
+        self.terminations = dict.fromkeys(self.agents, False)
+        self.truncations = dict.fromkeys(self.agents, False)
+        self.infos = {agent: {} for agent in self.agents}
+
+    def step(self, action):
+        mover = self.agent_selection
+        if self.terminations[mover]:
+            self._was_dead_step(action)
+            return
+        other = "second" if mover == "first" else "first"
+        self.rewards = {mover: float(action), other: -1.0}
+        self.moves += 1
+        self.terminations = dict.fromkeys(self.agents, self.moves == 6)
+        self.agent_selection = other
+
+    def close(self):
+        pass
+
+
+class Wrong(Drift):
+    """Drift, with one thing wrong."""
+
+    def __init__(self, fault: str):
+        super().__init__()
+        self.fault = fault
+        if fault == "names":
+            del self.possible_agents
+
+    def observation_space(self, agent):
+        space = super().observation_space(agent)
+        if self.fault == "dict":
+            return gym.spaces.Dict(observation=space)
+        return gym.spaces.Box(0, 255, (200, 200, 3)) if self.fault == "large" else space
+
+    def action_space(self, agent):
+        mixed = self.fault == "mixed" and agent == "drone_0"
+        return gym.spaces.Discrete(2) if mixed else super().action_space(agent)
+
+    def step(self, actions):
+        seen, rewards, *rest = super().step(actions)
+        if self.fault == "rewards":
+            rewards["stranger"] = 1.0
+        if self.fault == "nan":
+            seen["drone_0"][:] = np.nan
+        return seen, rewards, *rest
+
+
+class Forever(Watch):
+    """Watch, in which nobody dies and time is never up."""
+
+    def step(self, actions):
+        _, rewards, *_ = super().step({a: self.right[a] for a in self.agents})
+        self.t, self.agents = 0, list(self.possible_agents)
+        observations, infos = self.look()
+        no = dict.fromkeys(self.agents, False)
+        return observations, rewards, no, dict(no), infos
+
+
+make, drift, turns, wrong, forever = Watch, Drift, Turns, Wrong, Forever

@@ -1,0 +1,332 @@
+"""ppo_pixels.py as a program: its runs, what it says of wrong input, what it saves and plays."""
+
+import re
+import signal
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from program import ROOT, assert_same, content, rows, run, scalars, status, train_until_killed
+
+import ppo_pixels
+
+BYTES = {"low": 0, "high": 255, "dtype": np.uint8}
+SMALL = (
+    "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 2 --num-threads 1 --no-cuda"
+)
+GATES = "benchmark.published.gates:Gates-v0"
+
+
+class Kinds(gym.Env):
+    """Observations drawn from any space, the last action's sum in every reward; episodes of 7 to 11
+    steps, whose end is a termination if their length is even."""
+
+    render_mode = "rgb_array"
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
+
+    def __init__(self, observation=None, action=None, info=None, reward=float, render_mode=None):
+        self.observation_space = observation or spaces.Dict(
+            screen=spaces.Box(shape=(16, 12, 3), **BYTES),
+            codes=spaces.Box(shape=(7, 7, 2), **BYTES),
+            speed=spaces.Box(-np.inf, np.inf, (2,)),
+            text=spaces.Text(4),
+            where=spaces.Discrete(3),
+        )
+        self.action_space = action or spaces.Tuple([spaces.Discrete(3), spaces.Box(-1, 1, (2,))])
+        self.info, self.reward = info or {}, reward
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        self.t, self.end = 0, int(self.np_random.integers(7, 12))
+        return self.observation_space.sample(), self.info
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        self.t += 1
+        total = float(np.sum(np.hstack(gym.spaces.flatten(self.action_space, action))))
+        over = self.t == self.end
+        even = self.end % 2 == 0
+        obs = self.observation_space.sample()
+        return obs, self.reward(total + self.t), over and even, over and not even, self.info
+
+    def render(self):
+        return np.zeros((32, 32, 3), np.uint8)
+
+
+def register(name: str, **kwargs) -> str:
+    gym.register(f"Pixels{name}-v0", Kinds, kwargs=kwargs)
+    return f"Pixels{name}-v0"
+
+
+KINDS = register("Kinds")
+VECTOR = spaces.Box(-1, 1, (3,))
+
+
+def train(folder: Path, flags: str, env_id: str = KINDS) -> Path:
+    args = ppo_pixels.parse_args(f"--env-id {env_id} --run-dir {folder} {SMALL} {flags}".split())
+    return ppo_pixels.train(args)
+
+
+def checkpoint(folder: Path) -> dict:
+    found = torch.load(folder / "checkpoint.pt", weights_only=True)
+    del found["args"]
+    return found
+
+
+# --- runs -----------------------------------------------------------------------------------------
+STACKED = "--frame-stack 2 --grayscale --action-repeat 2 --resize 16x16"
+
+
+@pytest.mark.parametrize("flags", ["", STACKED, "--separate-critic --no-scale-rewards"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_cut_off_goes_on_to_the_same_bits(tmp_path, flags, number):
+    flags = f"{flags} --total-timesteps 160 --checkpoint-interval 2"
+    whole = train(tmp_path / "whole", flags)
+    assert status(whole) == "finished"
+    assert len(rows(whole)) > 8
+    argv = f"--env-id {KINDS} --run-dir {tmp_path / 'cut'} {SMALL} {flags}".split()
+    code = train_until_killed("ppo_pixels", "update", 4, argv, number)
+    assert code == (143 if number == signal.SIGTERM else -9)
+    ppo_pixels.train(ppo_pixels.parse_args(["--resume", str(tmp_path / "cut")]))
+    assert_same(checkpoint(tmp_path / "cut"), checkpoint(whole))
+    assert rows(tmp_path / "cut") == rows(whole)
+    assert scalars(tmp_path / "cut") == scalars(whole)
+
+
+def test_envpool_goes_on_to_the_same_bits(tmp_path):
+    env_id, flags = (
+        "envpool:MiniGrid-DoorKey-5x5-v0",
+        "--total-timesteps 160 --checkpoint-interval 1",
+    )
+    whole = train(tmp_path / "whole", flags, env_id)
+    argv = f"--env-id {env_id} --run-dir {tmp_path / 'cut'} {SMALL} {flags}".split()
+    assert train_until_killed("ppo_pixels", "update", 3, argv) == -9
+    ppo_pixels.train(ppo_pixels.parse_args(["--resume", str(tmp_path / "cut")]))
+    assert_same(checkpoint(tmp_path / "cut"), checkpoint(whole))
+
+
+def test_workers_give_the_same_bits(tmp_path):
+    flags = "--total-timesteps 96 --frame-stack 2"
+    alone = train(tmp_path / "alone", flags, GATES)
+    two = train(tmp_path / "two", f"{flags} --env-workers 2", GATES)
+    assert_same(checkpoint(alone), checkpoint(two))
+    assert rows(alone) == rows(two)
+
+
+def test_a_run_as_a_program(tmp_path):
+    """Trained, played, both as typed."""
+    flags = f"--env-id {GATES} --run-dir {tmp_path / 'run'} --total-timesteps 64 {SMALL}".split()
+    done = run(ROOT / "ppo_pixels.py", *flags, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
+    assert "sees picture image (36, 36, 1)\nsees height vector (1,)\n" in said
+    played = run(
+        ROOT / "ppo_pixels.py", "--evaluate", str(tmp_path / "run"), "--env-id", GATES,
+        "--eval-episodes", "2", cwd=ROOT,
+    )  # fmt: skip
+    greedy = re.findall(r"eval_episode=(\d), episodic_return=\d", played.stdout)
+    drawn = re.findall(r"drawn_episode=(\d), episodic_return=\d", played.stdout)
+    assert greedy == drawn == ["0", "1"]
+    assert re.search(r"greedy, 2 episodes: \S+ \+- \S+\ndrawn, 2 episodes: ", played.stdout)
+
+
+@pytest.mark.parametrize(
+    "name, observation, action",
+    [
+        ("Image", spaces.Box(shape=(36, 40, 3), **BYTES), spaces.Discrete(4, start=2)),
+        ("First", spaces.Box(shape=(3, 40, 36), **BYTES), spaces.MultiDiscrete([[2, 3], [3, 2]])),
+        ("Grey", spaces.Box(shape=(36, 36), **BYTES), spaces.MultiBinary(3)),
+        ("Stack", spaces.Box(shape=(2, 20, 20, 3), **BYTES), spaces.Box(-1, 1, (2, 3))),
+        ("Float", spaces.Box(-1, 1, (16, 16, 3)), spaces.Box(0, 9, (2,), np.int64)),
+        ("Vector", VECTOR, spaces.Box(-np.inf, 3.4e38, (2,), np.float64)),
+        ("Choice", spaces.MultiDiscrete([3, 4]), spaces.Tuple([spaces.Discrete(2)] * 2)),
+        (
+            "Nested",
+            spaces.Tuple([spaces.Dict(a=spaces.Discrete(2)), spaces.MultiBinary([2, 2])]),
+            spaces.Dict(
+                z=spaces.Dict(b=spaces.Box(0, 1, ())), a=spaces.Tuple([spaces.MultiBinary(2)])
+            ),
+        ),
+    ],
+)
+def test_every_kind_of_space_trains(tmp_path, name, observation, action):
+    env_id = register(name, observation=observation, action=action)
+    folder = train(tmp_path / "run", "--total-timesteps 64", env_id)
+    returns = ppo_pixels.evaluate(
+        ppo_pixels.parse_args(f"--evaluate {folder} --eval-episodes 2".split())
+    )
+    assert len(returns) == 2
+    agent, args = ppo_pixels.load(folder)
+    assert args.env_id == env_id
+    batch = gym.vector.utils.create_empty_array(observation, 3)
+    gym.vector.utils.concatenate(observation, [observation.sample() for _ in range(3)], batch)
+    chosen = agent.act(batch)
+    for k in range(3):
+        one = row_of(chosen, k)
+        assert ppo_pixels.without_binaries(action).contains(one), one
+
+
+def row_of(batch, k):
+    if isinstance(batch, dict):
+        return {key: row_of(x, k) for key, x in batch.items()}
+    if isinstance(batch, tuple):
+        return tuple(row_of(x, k) for x in batch)
+    return batch[k]
+
+
+def test_masks_reach_the_policy(tmp_path):
+    """By info, and by an observation's key; what is masked is never done."""
+    mask = np.array([1, 0, 1, 0], np.int8)
+    by_info = register(
+        "Info", observation=VECTOR, action=spaces.Discrete(4), info={"action_mask": mask}
+    )
+    folder = train(tmp_path / "run", "--total-timesteps 64", by_info)
+    for _, actions in checkpoint(folder)["played"]:
+        assert actions[:, [1, 3]].sum() == 0
+    nothing = register(
+        "None", observation=VECTOR, action=spaces.Discrete(4), info={"action_mask": 0 * mask}
+    )
+    with pytest.raises(ValueError, match="leaves nothing to choose"):
+        train(tmp_path / "none", "--total-timesteps 64", nothing)
+    assert not (tmp_path / "none").exists()
+
+
+# --- wrong input ----------------------------------------------------------------------------------
+CUBE = register("Cube", observation=spaces.Box(shape=(9, 9, 9), **BYTES))
+OPEN = register("Open", observation=spaces.Box(-np.inf, np.inf, (64, 64, 3)))
+WORDS = register("Words", observation=spaces.Text(9))
+SAY = register("Say", action=spaces.Text(9))
+THREE = {"action_mask": np.ones(3)}
+MASK = register("Mask", observation=VECTOR, action=spaces.Discrete(4), info=THREE)
+WRONG = {
+    "--env-id NoSuch-v0": "NoSuch",
+    "--env-id envpool:CarRacng-v3": "EnvPool has no such environment; near: CarRacing-v3",
+    "--env-id no_module:X-v0": "no_module",
+    f"--env-id {CUBE}": "channels can't be told",
+    f"--env-id {OPEN}": "without bounds",
+    f"--env-id {WORDS}": "nothing there can be learned from",
+    f"--env-id {SAY}": "no actions that can be learned",
+    f"--env-id {MASK}": "action_mask has 3 entries, the choices 4",
+    "--encoder nature": "too small",
+    "--num-steps 100000000 --total-timesteps 200000000": "GB a rollout",
+    '--env-kwargs {"no_such":1}': "no_such",
+}
+
+
+@pytest.mark.parametrize("flags", WRONG, ids=lambda x: x[:40])
+def test_wrong_input_is_one_line(tmp_path, capsys, flags):
+    flags = flags if "--env-id" in flags else f"--env-id {KINDS} {flags}"
+    with pytest.raises(SystemExit) as ended:
+        argv = f"--total-timesteps 64 {SMALL} --run-dir {tmp_path / 'run'} {flags}".split()
+        ppo_pixels.train(ppo_pixels.parse_args(argv))
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert len(said.strip().splitlines()) == 1
+    assert WRONG[flags.removeprefix(f"--env-id {KINDS} ")] in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--resize 84", "--resize 84: height and width are wanted"),
+        ("--encoder resnet", "resnet"),
+        ("--gamma 2", "--gamma 2"),
+        ("--env-workers 9", "--env-workers 9"),
+        ("--action-repeat -1", "--action-repeat -1"),
+    ],
+)
+def test_wrong_flags(flags, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        ppo_pixels.parse_args(flags.split())
+    assert ended.value.code == 2
+    assert said in " ".join(re.sub("[│]", " ", capsys.readouterr().err).split())
+
+
+def test_an_agent_for_other_eyes(tmp_path, capsys):
+    folder = train(tmp_path / "run", "--total-timesteps 64")
+    before = content(folder)
+    other = register("Other", observation=spaces.Dict(a=VECTOR))
+    with pytest.raises(SystemExit) as ended:
+        ppo_pixels.evaluate(ppo_pixels.parse_args(f"--evaluate {folder} --env-id {other}".split()))
+    assert ended.value.code == 2
+    assert "its agent sees" in capsys.readouterr().err
+    assert content(folder) == before
+
+
+def test_what_is_not_finite_ends_the_run(tmp_path):
+    nan = register("Nan", reward=lambda x: float("nan"))
+    with pytest.raises(FloatingPointError, match="not finite"):
+        train(tmp_path / "run", "--total-timesteps 64", nan)
+
+
+# --- acting ---------------------------------------------------------------------------------------
+def test_a_saved_policy_acts_as_it_did(tmp_path):
+    folder = train(
+        tmp_path / "run", f"--total-timesteps 64 {STACKED.replace('--action-repeat 2', '')}"
+    )
+    (agent, args), env = ppo_pixels.load(folder), gym.make(KINDS)
+    played = ppo_pixels.own_envs(ppo_pixels.replace(args, num_envs=1), [0], None)
+    obs, _ = env.reset(seed=ppo_pixels.episode_seed(args.seed, 0, 0))
+    batched = {key: np.asarray(x)[None] for key, x in obs.items()}
+    seen = agent.observe(batched)
+    for _ in range(5):
+        for a, b in zip(seen, played.obs, strict=True):
+            assert np.array_equal(a, b)
+        choice, numbers = agent.act(seen)
+        policy, _ = agent.policy(ppo_pixels.as_tensors(played.obs, "cpu"))
+        played.step(agent.choose_action(policy).detach().numpy())
+        obs, *_ = env.step((choice[0], numbers[0]))
+        seen = agent.observe({key: np.asarray(x)[None] for key, x in obs.items()}, seen)
+
+
+def test_videos_are_recorded(tmp_path):
+    pytest.importorskip("moviepy")
+    folder = train(tmp_path / "run", "--total-timesteps 64")
+    ppo_pixels.evaluate(
+        ppo_pixels.parse_args(f"--evaluate {folder} --capture-video --eval-episodes 1".split())
+    )
+    assert {path.name for path in (folder / "videos").glob("*.mp4")} == {
+        "eval-episode-0.mp4", "drawn-episode-0.mp4"
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_compiled_is_the_same_to_rounding(tmp_path):
+    eager = checkpoint(train(tmp_path / "eager", "--total-timesteps 64"))["agent"]
+    compiled = checkpoint(train(tmp_path / "compiled", "--total-timesteps 64 --compile"))["agent"]
+    for name, x in eager.items():
+        torch.testing.assert_close(compiled[name], x, rtol=1e-2, atol=1e-3)
+    half = checkpoint(train(tmp_path / "half", "--total-timesteps 64 --bf16"))["agent"]
+    assert all(x.isfinite().all() for x in half.values())
+
+
+# --- learning -------------------------------------------------------------------------------------
+def final(folder: Path) -> float:
+    return float(np.mean([float(row[1]) for row in rows(folder)[-100:]]))
+
+
+def test_a_picture_a_number_a_choice_and_a_distance_are_learned(tmp_path):
+    """Random play gets 2 of 20."""
+    flags = (
+        "--num-envs 16 --num-steps 64 --num-minibatches 4 --update-epochs 4 --learning-rate 1e-3"
+    )
+    folder = train(tmp_path / "run", f"{flags} --log-std-init -0.5 --total-timesteps 16384", GATES)
+    argv = f"--evaluate {folder} --env-id {GATES} --eval-episodes 5".split()
+    assert np.mean(ppo_pixels.evaluate(ppo_pixels.parse_args(argv))) >= 16
+    first = [float(row[1]) for row in rows(folder)[1:50]]
+    assert np.mean(first) < 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_doorkey_is_learned(tmp_path, seed):
+    """rl-zoo's PPO gets 0.964 after 100,000 steps."""
+    flags = "--num-envs 16 --num-steps 128 --num-minibatches 8 --update-epochs 4"
+    flags += f" --learning-rate 1e-3 --total-timesteps 100000 --seed {seed}"
+    folder = train(tmp_path / "run", flags, "envpool:MiniGrid-DoorKey-5x5-v0")
+    assert final(folder) >= 0.94
