@@ -188,7 +188,7 @@ ITS_OWN = {
     ],
     ppo_procgen: [
         *CLIPPED,
-        ("--num-minibatches 9", "--minibatch-size 3: not in 4 ..."),
+        ("--num-minibatches 33", "--minibatch-size 0: not in 2 ..."),
         ("--num-levels -1", "--num-levels -1: not in 0 ..."),
         ("--env-id CartPole-v1", "--env-id CartPole-v1: EnvPool has no such Procgen game"),
     ],
