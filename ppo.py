@@ -189,7 +189,8 @@ def leaves(space: gym.Space) -> list[gym.Space]:
 def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
     """One clear line if the spaces are none that this script learns with."""
     pixels = any(leaf.dtype == np.uint8 and len(leaf.shape) > 1 for leaf in leaves(space))
-    vector = all(leaf.is_np_flattenable for leaf in leaves(space)) and not pixels
+    kinds = gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary
+    vector = all(isinstance(leaf, kinds) for leaf in leaves(space)) and not pixels
     if not vector or gym.spaces.flatdim(space) > 20_000:
         hint = "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py"
         fail(f"--env-id {env_id}: {space}: {hint}")
@@ -287,7 +288,7 @@ class Envs:
         return number, terminated, truncated
 
     def step(self, actions: np.ndarray):
-        """Take actions [N, branches]: rewards, terminated, truncated [N]."""
+        """Take actions [N, ...]: rewards, terminated, truncated [N]."""
         rewards = np.zeros(len(actions))
         terminated = np.zeros(len(actions), bool)
         truncated = np.zeros(len(actions), bool)
@@ -299,7 +300,8 @@ class Envs:
                 continue
             rewards[i], terminated[i], truncated[i] = self.play(i, action, shaped[i])
             if self.over[i]:
-                self.ended.append((i, math.fsum(self.rewards[i]), len(self.rewards[i])))
+                both = math.fsum(self.rewards[i]), len(self.rewards[i])
+                self.ended.append((self.numbers[i], *both))
         return rewards, terminated, truncated
 
     def shown(self) -> dict[str, np.ndarray]:
@@ -307,7 +309,7 @@ class Envs:
         return {"obs": self.obs, "over": self.over}
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """What plays the running episodes again: their numbers and actions so far."""
+        """What plays the running episodes again: their numbers and actions so far, [t, ...]."""
         return [(n, np.array(x)) for n, x in zip(self.episodes, self.actions, strict=True)]
 
     def close(self):
@@ -379,14 +381,14 @@ class WorkerEnvs:
         return results
 
     def step(self, actions: np.ndarray):
-        """Take actions [N, branches]: rewards, terminated, truncated [N]."""
+        """Take actions [N, ...]: rewards, terminated, truncated [N]."""
         for _, pipe, share in self.workers:
             with contextlib.suppress(BrokenPipeError):  # which `receive` tells
                 pipe.send(("step", actions[share]))
         return [np.concatenate(parts) for parts in zip(*self.receive(), strict=True)]
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """What plays the running episodes again: their numbers and actions so far."""
+        """What plays the running episodes again: their numbers and actions so far, [t, ...]."""
         for _, pipe, _ in self.workers:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send(("played",))
@@ -431,7 +433,7 @@ class PoolEnvs:
         self.ended = []  # (environment, return, length) of each episode that the last step ended
 
     def step(self, actions: np.ndarray):
-        """Take actions [N, branches]: rewards, terminated, truncated [N]."""
+        """Take actions [N, ...]: rewards, terminated, truncated [N]."""
         going = ~self.over
         shaped = to_env(self.action_space, actions)
         obs, rewards, terminated, truncated, _ = self.vector.step(shaped)
@@ -989,13 +991,32 @@ def compile_step(agent: Agent, args: Args):
     if args.cudagraphs:  # which change these in place
         for tensor in agent.adam.values():
             torch._dynamo.mark_static_address(tensor, guard=False)
-    # Shapes and types of an agent do not change, but for the number of rows; so only numbers of
-    # Args are watched: it is compiled again when one changes, and follows it from then on.
+    # Shapes and types of an agent do not change, but for the number of rows; so only the fields of
+    # Args are watched: it is compiled again when one changes.
     options["guard_filter_fn"] = lambda guards: [
         re.match(r"(L\[')?args\b", guard.name) is not None for guard in guards
     ]
     torch.compiler.config.dynamic_sources = "L['rows']"
-    return torch.compile(minibatch_step, fullgraph=True, options=options)
+    return following(torch.compile(minibatch_step, fullgraph=True, options=options), args)
+
+
+def following(step, args: Args):
+    """A compiled step that follows schedules: a number of Args that is not what it was at first is
+    given as a tensor, as the learning rate is, so that it is compiled again once and no more."""
+    first = dict(vars(args))
+    last, given = first, args
+
+    def follow(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
+        nonlocal last, given
+        if vars(args) != last:
+            last, given = dict(vars(args)), copy.copy(args)
+            for name, value in last.items():
+                if isinstance(first.get(name), float) and value != first[name]:
+                    number = torch.tensor(float(value), device=learning_rate.device)
+                    setattr(given, name, number)
+        return step(agent, adam, batch, rows, learning_rate, given)
+
+    return follow
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -1092,5 +1113,7 @@ def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
 
 
 if __name__ == "__main__":
+    for stream in (sys.stdout, sys.stderr):  # a terminal may lack a folder's letters
+        stream.reconfigure(errors="backslashreplace")
     args = parse_args()
     evaluate(args) if args.evaluate else train(args)

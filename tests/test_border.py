@@ -3,7 +3,6 @@ by EnvPool. The same bits with any number of workers; nothing left behind, howev
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from program import ROOT, assert_same, rows, run, status
 
 import ppo

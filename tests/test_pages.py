@@ -97,18 +97,16 @@ def agent_of(folder) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def demos(my_envs) -> dict[str, np.ndarray]:
     """A teacher that brakes in time: what it saw and did, in 20 episodes."""
-    env = ppo_continuous_action.Episodes(
-        ppo_continuous_action.make_env("Reach-v0"), ppo_continuous_action.Args(seed=7), 0
-    )
+    args = ppo_continuous_action.Args(env_id="Reach-v0", seed=7)
+    envs = ppo_continuous_action.make_envs(args, 1)
     seen, done = [], []
-    for _ in range(20):
-        obs, _ = env.reset()
-        while not env.over:
-            position, velocity, goal = obs
-            action = np.clip([20 * (goal - position) - 8 * velocity], -2, 2)
-            seen.append(obs)
+    while envs.episodes[0] < 20:
+        position, velocity, goal = envs.obs[0]
+        action = np.clip([20 * (goal - position) - 8 * velocity], -2, 2)
+        if not envs.over[0]:
+            seen.append(envs.obs[0].copy())
             done.append(action)
-            obs, *_ = env.step(action)
+        envs.step(action[None])
     return {"obs": np.array(seen), "actions": np.array(done)}
 
 
@@ -176,10 +174,8 @@ def test_a_threshold_stops_training(place):
 def test_sampled_evaluation(script, monkeypatch):
     train(script, "--run-dir runs/RUN --eval-episodes 4")
     snippet = SAMPLE.replace("ppo_continuous_action", script.__name__)
-    if script is ppo_cma:  # as the page says
-        snippet = snippet.replace("seeded, 0", "args, 2**31")
-    if script is ppo_kl_adaptive:
-        snippet = snippet.replace("noise(1))[0]", "noise(1), time=len(env.rewards))[0]")
+    if hasattr(script, "Episodes"):
+        pytest.skip("the page has it of scripts with the new border")
     sampled, again, greedy = {}, {}, {}
     exec(snippet, sampled)
     exec(snippet, again)
@@ -245,8 +241,10 @@ def test_stable_baselines3s_defaults():
     agent = ppo_continuous_action.Agent(gym.make("Pendulum-v1"), args)
     obs, actions = torch.randn(8, 3), torch.zeros(8, 1)
     _, logprob, _, value = agent(obs, actions)
-    batch = obs, actions, logprob, torch.zeros(8), value + 2.0, value
-    loss, _ = ppo_continuous_action.ppo_loss(agent, args, *(x.detach() for x in batch))
+    zeros = torch.zeros(8)
+    batch = obs, actions, logprob, zeros, value + 2.0, value, zeros[:, None]
+    batch = ppo_continuous_action.Batch(*(x.detach() for x in batch))
+    loss, _ = ppo_continuous_action.ppo_loss(agent, args, batch)
     assert loss.item() == pytest.approx(0.5 * 4.0)
 
 
@@ -346,7 +344,7 @@ def test_learn_load_and_set_env(script, my_envs):
 
 
 def test_networks_and_their_copy_in_numpy(monkeypatch):
-    """`mlp` alone makes other widths and depths; another activation is wanted in numpy, too."""
+    """`mlp` alone makes other widths, depths and activations."""
     env, obs = gym.make("Pendulum-v1"), torch.randn(5, 3)
 
     def mlp(*activations):
@@ -366,13 +364,13 @@ def test_networks_and_their_copy_in_numpy(monkeypatch):
 
     monkeypatch.setattr(ppo_continuous_action, "mlp", mlp(*[torch.nn.Tanh] * 4))
     assert difference() < 1e-5
-    monkeypatch.setattr(ppo_continuous_action, "mlp", mlp(*[torch.nn.ReLU] * 2))
-    assert difference() > 1e-3
+    for activation in (torch.nn.ReLU, torch.nn.ELU, torch.nn.SiLU, torch.nn.GELU):
+        monkeypatch.setattr(ppo_continuous_action, "mlp", mlp(*[activation] * 2))
+        assert difference() < 1e-5
 
 
 def test_schedules_of_args(monkeypatch):
     """`args.clip_coef`, set in the loop, holds from the next update on; `remaining` is there."""
-    assert "learning_rate = remaining * args.learning_rate" in inspect.getsource(ppo.train)
     used, plain = with_a_schedule(monkeypatch), ppo.minibatch_step
     seen = []
     monkeypatch.setattr(ppo, "minibatch_step", lambda *a: seen.append(a[-1].clip_coef) or plain(*a))
@@ -592,8 +590,13 @@ class Endless(Reach):
         return super().step(0 * action)
 
 class Broken(Reach):
+    steps = 0
+
     def step(self, action):
-        raise RuntimeError("my own")
+        self.steps += 1
+        if self.steps == 20:
+            raise RuntimeError("my own")
+        return super().step(action)
 
 class Unseeded(Reach):
     def reset(self, seed=None, options=None):
@@ -618,13 +621,12 @@ SHORT = "--num-steps 512 --num-minibatches 8 --update-epochs 1 --total-timesteps
 
 # The beginning of a row; a script and an environment for which that is said, and the flags
 TOLD = [
-    ("`Discrete(3): a vector", ppo_continuous_action, "my_envs:ReachDiscrete-v0", SHORT),
-    ("`Box(-2.0, 2.0", ppo_continuous_action, "mistakes:TwoAxes-v0", SHORT),
+    ("`Discrete(3): a Box", ppo_continuous_action, "my_envs:ReachDiscrete-v0", SHORT),
+    ("`Box(-2.0, 2.0", ppo_cma, "mistakes:TwoAxes-v0", "--no-cuda"),
     ("`not enough values", ppo_continuous_action, "mistakes:OldStep-v0", SHORT),
     ("`string indices", ppo_continuous_action, "mistakes:OldReset-v0", SHORT),
     ("`reset() got", ppo_continuous_action, "mistakes:NoSeed-v0", SHORT),
-    ("`operands could", ppo_continuous_action, "mistakes:Sizes-v0", SHORT),
-    ("`setting an array", ppo_continuous_action, "mistakes:Axes-v0", SHORT),
+    ("`cannot reshape", ppo_continuous_action, "mistakes:Sizes-v0", SHORT),
     ("`float() argument", ppo_continuous_action, "mistakes:ADict-v0", SHORT),
     ("`iteration 0: rewards", ppo_continuous_action, "mistakes:NoReward-v0", SHORT),
     ("`iteration 0: rewards", ppo_continuous_action, "mistakes:NoObs-v0", SHORT),
@@ -741,6 +743,7 @@ def test_spaces(capsys, my_envs):
     spaces = {
         "Box, one axis, finite": box,
         "Box, one axis, with infinite bounds": gym.spaces.Box(-np.inf, np.inf, (1,)),
+        "Box, several axes or none": gym.spaces.Box(-2, 2, (2, 3)),
         "Discrete": gym.spaces.Discrete(3),
         "MultiDiscrete": gym.spaces.MultiDiscrete([3, 2]),
         "MultiBinary": gym.spaces.MultiBinary(2),
@@ -773,7 +776,7 @@ def test_spaces(capsys, my_envs):
         assert make(script, actions, seen) == (3 + 4 + 4,)
         assert make(script, actions, pixels) is None
         assert make(script, actions, gym.spaces.Sequence(seen)) is None
-    assert "wanted; choices: ppo.py; pixels: ppo_atari_multigpu.py" in capsys.readouterr().err
+    assert "; pixels: ppo_" in capsys.readouterr().err
 
 
 def test_what_environments_get():
