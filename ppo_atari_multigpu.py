@@ -943,5 +943,7 @@ def finish(run: Run, agent: Agent, stop: list[int]) -> Path | None:
 
 
 if __name__ == "__main__":
+    for stream in (sys.stdout, sys.stderr):  # a terminal may lack a folder's letters
+        stream.reconfigure(errors="backslashreplace")
     args = parse_args() if RANK == 0 or {"-h", "--help"} & {*sys.argv} else None
     evaluate(args) if args and args.evaluate else train(args)
