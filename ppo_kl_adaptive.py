@@ -1230,5 +1230,7 @@ def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
 
 
 if __name__ == "__main__":
+    for stream in (sys.stdout, sys.stderr):  # a terminal may lack a folder's letters
+        stream.reconfigure(errors="backslashreplace")
     args = parse_args()
     evaluate(args) if args.evaluate else train(args)

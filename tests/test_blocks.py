@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LINES = {
     "ppo": 1180,
     "ppo_continuous_action": 1220,
-    "ppo_cma": 1160,
-    "ppo_kl_adaptive": 1240,
+    "ppo_cma": 1180,
+    "ppo_kl_adaptive": 1260,
     "ppo_atari_multigpu": 1000,
     "ppo_atari_lstm": 820,
     "ppo_procgen": 800,
