@@ -288,7 +288,11 @@ def test_a_fault_in_an_environment_is_told_once_and_leaves_nothing(fault, worker
     elif fault != "kill":  # what the environment raised, whole, once
         assert done.stderr.count('raise ZeroDivisionError("in') == 1
         assert done.stderr.count("my_mine.py") == 1
-    assert not (tmp_path / "run").exists()  # not one step was taken by all
+    if fault in ("step", "kill"):  # in the third step
+        assert status(tmp_path / "run") == "failed"
+        assert ppo_continuous_action.load_checkpoint(tmp_path / "run")["counters"][0] == 0
+    else:  # no step was taken
+        assert not (tmp_path / "run").exists()
 
 
 def test_a_worker_other_than_the_first_can_refuse(tmp_path):
