@@ -500,7 +500,8 @@ BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
         scores, speeds, study_speed, clipped_results, control, goals, bootstrap, cma_results,
-        humanoid, kl_results, atari_results, atari_speed, recurrent_speed, gpu_atari, gpu_games, gpu_warp,
+        humanoid, kl_results, atari_results, atari_speed, recurrent_speed, gpu_atari, gpu_games,
+        gpu_warp,
     )
 }  # fmt: skip
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
