@@ -48,7 +48,6 @@ import zipfile
 from collections import deque
 from dataclasses import dataclass, replace
 from importlib import metadata
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
@@ -764,19 +763,8 @@ class Memory(nn.Module):
         self.size = inputs if kind == "none" else size
         self.state_size = {"lstm": 2 * size, "gru": size, "none": 0}[kind]
 
-    def forward(self, rows: torch.Tensor, state: torch.Tensor, first: torch.Tensor):
-        """Outputs [T, N, H] at rows [T, N, F], and the state after them. It is cleared before an
-        episode's first row (LSTM detail 3). Rows between two such, of any environments, take one
-        call: one call a row is slow."""
-        outputs, starts = [], first.any(dim=1).nonzero().flatten().tolist()
-        for begin, end in pairwise(sorted({0, *starts, len(rows)})):
-            state = state.masked_fill(first[begin].unsqueeze(-1).to(state.device), 0.0)
-            output, state = self.stretch(rows[begin:end], state)
-            outputs.append(output)
-        return torch.cat(outputs), state
-
-    def stretch(self, rows: torch.Tensor, state: torch.Tensor):
-        """The same for rows within which no episode begins."""
+    def forward(self, rows: torch.Tensor, state: torch.Tensor):
+        """Outputs [T, N, H] at rows [T, N, F] of which none begins an episode; the state after."""
         if isinstance(self.net, nn.Identity):
             return rows, state
         if isinstance(self.net, nn.GRU):
@@ -786,14 +774,33 @@ class Memory(nn.Module):
         output, (h, c) = self.net(rows, (h.contiguous(), c.contiguous()))
         return output, torch.cat([h, c], dim=-1).squeeze(0)
 
+    def replay(self, rows: torch.Tensor, state: torch.Tensor, first: torch.Tensor):
+        """Outputs [T, N, H] at rows [T, N, F]. The state is cleared before an episode's first row
+        (LSTM detail 3): an environment's rows from there to the next such are a sequence of their
+        own. All sequences, side by side and padded, take one call: one call a row is slow."""
+        T, N = first.shape
+        begins = first.T.clone()  # one environment's rows behind the other's: [N, T]
+        begins[:, 0] = True
+        begins = begins.flatten()
+        starts = begins.nonzero().flatten()  # [S], the first row of each sequence
+        sequence = begins.cumsum(dim=0) - 1  # [N * T], which one a row belongs to
+        place = torch.arange(N * T) - starts[sequence]  # [N * T], and where in it
+        padded = rows.new_zeros((int(place.max()) + 1, len(starts), rows.shape[-1]))
+        padded[place, sequence] = rows.transpose(0, 1).flatten(0, 1)
+        kept = state.masked_fill(first[0].unsqueeze(-1).to(state.device), 0.0)
+        before = state.new_zeros((len(starts), state.shape[-1]))
+        before[starts % T == 0] = kept
+        output, _ = self(padded, before)
+        return output[place, sequence].view(N, T, -1).transpose(0, 1)
+
 
 class Agent(nn.Module):
     """Policy and value function for environments with the spaces of `env`.
 
     Observations are lists of arrays or tensors [B, ...], one for each leaf, as `Envs.obs` and
     `observe` give them, perhaps with a mask [B, F] behind; actions are vectors [B, F] of `Actions`.
-    A batch is T rows of each of N environments, B = T * N; `first` [T, N], on the CPU, says which
-    are an episode's first. The state before them is a tensor [N, S], zeros where nothing was seen.
+    The state of N environments is a tensor [N, S], zeros where nothing was seen. To learn, a batch
+    is T rows of each, B = T * N; `first` [T, N], on the CPU, says which are an episode's first.
     """
 
     def __init__(self, env, args: Args | None = None):
@@ -864,28 +871,30 @@ class Agent(nn.Module):
             return action[..., :0]
         return torch.cat([(action - self.origin) / self.unit, torch.ones_like(action[..., :1])], -1)
 
-    def recall(self, obs: list, state: torch.Tensor, first: torch.Tensor, action: torch.Tensor):
-        """What the memories of policy and value function give [B, H], and their states after."""
+    def recall(self, obs: list, state: torch.Tensor, first=None, action=None):
+        """What the memories of policy and value function give [B, H]; without `first`, their states
+        after the row."""
         *states, past = state.split(self.state_sizes, dim=-1)
-        inputs = [x.view(*first.shape, -1) for x in self.features(obs)]
-        if self.args.previous_action:
-            past = past.unsqueeze(0)
-            if len(first) > 1:  # the rows after the first have the actions of those before them
-                past = torch.cat([past, self.past(action).view(*first.shape, -1)[:-1]])
+        past = past.unsqueeze(0)  # [1, N, P]
+        if first is not None and self.args.previous_action:
+            past = torch.cat([past, self.past(action).view(*first.shape, -1)[:-1]])
             past = past.masked_fill(first.unsqueeze(-1).to(past.device), 0.0)
-            inputs = [torch.cat([x, past], dim=-1) for x in inputs]
         found = []
-        for k, (memory, x) in enumerate(zip(self.memories, inputs, strict=False)):
-            hidden, states[k] = memory(x, states[k], first)
+        for k, (memory, x) in enumerate(zip(self.memories, self.features(obs), strict=False)):
+            rows = x.view(-1, len(state), x.shape[-1])  # [T, N, F]
+            if self.args.previous_action:
+                rows = torch.cat([rows, past], dim=-1)
+            if first is None:
+                hidden, states[k] = memory(rows, states[k])
+            else:
+                hidden = memory.replay(rows, states[k], first)
             found.append(hidden.flatten(0, 1))
-        return found[0], found[-1], torch.cat(states, dim=-1)
+        return found[0], found[-1], torch.cat(states, dim=-1) if first is None else None
 
     def policy(self, obs: list, state: torch.Tensor, first=None, action=None):
-        """Log-probabilities of choices and means of numbers, in their unit [B, F]; V [B]; the
-        memories' states after. Without `first` there is one row for each environment, and none
-        begins an episode; with --previous-action several rows need their actions."""
-        if first is None:
-            first = torch.zeros((1, len(state)), dtype=torch.bool)
+        """Log-probabilities of choices and means of numbers, in their unit [B, F]; V [B]. Without
+        `first` there is one row for each environment, and the memories' states after it are given,
+        too. With it there are T rows, of which --previous-action wants the actions."""
         hidden, value_hidden, after = self.recall(obs, state, first, action)
         scores = self.actor(hidden)
         if len(obs) > len(self.reader.leaves):  # behind the leaves is the mask of valid choices
@@ -937,16 +946,17 @@ class Agent(nn.Module):
         return self.policy(obs, state, first, action)[1]
 
     def get_action_and_value(self, obs: list, state: torch.Tensor, first=None, action=None):
-        """Action [B, F] (sampled unless given), its log-probability, entropy and value [B], and the
-        state after."""
+        """Action [B, F] (sampled unless given), its log-probability, entropy and value [B]; without
+        `first`, the state after the row."""
         policy, value, after = self.policy(obs, state, first, action)
         if action is None:
             gumbel = -torch.empty_like(policy).exponential_().log()
             action = self.choose_action(policy, torch.randn_like(policy).where(self.number, gumbel))
         logprobs = policy.where(~self.number, 0.0)
         entropy = -(logprobs.exp() * logprobs).sum(dim=-1) + self.box_entropy()
-        state = torch.cat([after, self.past(action[-len(state) :])], dim=-1)
-        return action, self.log_prob(policy, action), entropy, value, state
+        if after is not None:
+            after = torch.cat([after, self.past(action)], dim=-1)
+        return action, self.log_prob(policy, action), entropy, value, after
 
     forward = get_action_and_value
 
@@ -1003,9 +1013,7 @@ def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float)
 
 class Rollout(NamedTuple):
     state: torch.Tensor  # [N, S], before the first row
-    first: (
-        torch.Tensor
-    )  # [T + 1, N], on the CPU: an episode's first row, before which it is cleared
+    first: torch.Tensor  # [T + 1, N], on the CPU: an episode's first row, where state is cleared
     obs: list[torch.Tensor]  # of each leaf [T + 1, N, ...]; bytes stay bytes, channels are last
     actions: torch.Tensor  # [T, N, F]
     rewards: np.ndarray  # [T, N], scaled

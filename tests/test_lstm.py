@@ -127,7 +127,7 @@ def cell(net, x, state):
 
 
 def slow_memory(memory, inputs, state, first):
-    """`Memory.forward`, row by row and environment by environment."""
+    """`Memory.replay`, row by row and environment by environment."""
     T, N, _ = inputs.shape
     states, outputs = [*state], []
     for t in range(T):
@@ -136,35 +136,57 @@ def slow_memory(memory, inputs, state, first):
                 states[i] = torch.zeros_like(states[i])
             output, states[i] = cell(memory.net, inputs[t, i], states[i])
             outputs.append(output)
-    return torch.stack(outputs).view(T, N, -1), torch.stack(states)
+    return torch.stack(outputs).view(T, N, -1)
+
+
+def loud(kind, inputs, size):
+    memory = Memory(kind, inputs, size)
+    with torch.no_grad():
+        for parameter in memory.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return memory
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 @pytest.mark.parametrize("often", [0.0, 0.2, 1.0])
 def test_a_whole_sequence_is_what_a_cell_gives_row_by_row(kind, often):
-    """Outputs, the state after, and all gradients; a call for each stretch without a beginning."""
+    """Outputs and all gradients, in one call."""
     T, N, F, H = 9, 3, 6, 8
     torch.manual_seed(0)
-    memory, calls, found = Memory(kind, F, H), [], []
-    memory.net.register_forward_pre_hook(lambda net, given: calls.append(len(given[0])))
-    with torch.no_grad():
-        for parameter in memory.parameters():
-            parameter.copy_(torch.randn_like(parameter))
+    memory, calls, found = loud(kind, F, H), [], []
+    memory.net.register_forward_pre_hook(lambda net, given: calls.append(given[0].shape))
     inputs, first = torch.randn(T, N, F, requires_grad=True), torch.rand(T, N) < often
     state = torch.randn(N, memory.state_size, requires_grad=True)
     weights = torch.randn(T, N, H)
     assert memory.state_size == {"lstm": 16, "gru": 8}[kind]
-    for give in (memory, lambda *given: slow_memory(memory, *given)):
-        output, after = give(inputs, state, first)
-        loss = (output * weights).sum() + after.square().sum()
+    for replay in (memory.replay, lambda *given: slow_memory(memory, *given)):
+        output = replay(inputs, state, first)
         sources = [inputs, state, *memory.parameters()]
-        grads = torch.autograd.grad(loss, sources, materialize_grads=True)
-        found.append([output.detach(), after.detach(), *grads])
+        grads = torch.autograd.grad((output * weights).sum(), sources, materialize_grads=True)
+        found.append([output.detach(), *grads])
     for fast, slow in zip(*found, strict=True):
         torch.testing.assert_close(fast, slow, atol=1e-5, rtol=1e-4)
-    assert (
-        calls == np.diff([*np.flatnonzero(first.any(1).numpy() | (np.arange(T) == 0)), T]).tolist()
-    )
+    lengths = []
+    for i in range(N):
+        begins = [0, *(t for t in range(1, T) if first[t, i]), T]
+        lengths += np.diff(begins).tolist()
+    assert calls == [(max(lengths), len(lengths), F)]
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_row_by_row_calls_give_the_same(kind):
+    """As in acting: each call goes on with the state that the last one left."""
+    torch.manual_seed(0)
+    memory, inputs = loud(kind, 3, 4), torch.randn(12, 5, 3)
+    state, first = torch.randn(5, memory.state_size), torch.rand(12, 5) < 0.2
+    whole = memory.replay(inputs, state, first)
+    for t in range(12):
+        state[first[t]] = 0.0
+        output, state = memory(inputs[t : t + 1], state)
+        torch.testing.assert_close(output[0], whole[t], atol=1e-6, rtol=1e-5)
+    with torch.no_grad():
+        other = memory.replay(inputs, torch.zeros_like(state), first)
+    assert (other - whole)[0].abs().max() > 0.01
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
@@ -176,7 +198,7 @@ def test_gradients_flow_through_an_episode_and_stop_where_it_begins(kind):
     state = torch.randn(N, memory.state_size, requires_grad=True)
     first = torch.zeros(T, N, dtype=torch.bool)
     first[5, 0] = True
-    output, _ = memory(inputs, state, first)
+    output = memory.replay(inputs, state, first)
     of_inputs, of_state = torch.autograd.grad(output[7].sum(), [inputs, state])
     reached = of_inputs.abs().sum(-1) > 0
     assert reached[:, 0].tolist() == [False] * 5 + [True] * 3
@@ -193,12 +215,13 @@ def test_a_state_poisoned_before_a_beginning_changes_nothing(kind):
     clean = torch.randn(3, memory.state_size)
     poisoned = clean.clone()
     poisoned[0] = torch.nan
-    assert torch.equal(memory(inputs, clean, first)[0], memory(inputs, poisoned, first)[0])
+    whole = memory.replay(inputs, clean, first)
+    assert torch.equal(memory.replay(inputs, poisoned, first), whole)
     poisoned[1] = torch.nan
-    output, after = memory(inputs, poisoned, first)
+    output = memory.replay(inputs, poisoned, first)
     assert output[:3, 1].isnan().all()
-    assert torch.equal(output[3:, 1], memory(inputs, clean, first)[0][3:, 1])
-    assert after.isfinite().all()
+    assert torch.equal(output[3:, 1], whole[3:, 1])
+    assert torch.equal(output[:, 2], whole[:, 2])
 
 
 def test_what_is_made():
@@ -235,15 +258,18 @@ def test_learning_goes_through_the_states_that_acting_went_through(flags):
     for k in range(3):
         data = game.roll()
         logprobs, values = script.judge(game.agent, data, 3)
-        state = data.state
-        for t in range(16):
-            obs = [x[t] for x in data.obs]
-            given = game.agent(obs, state, data.first[t : t + 1], data.actions[t])
-            _, logprob, _, value, state = given
-            torch.testing.assert_close(logprob, logprobs[t], atol=1e-5, rtol=1e-4)
+        actions = torch.cat([data.actions, data.actions[-1:]])
+        state = data.state.clone()
+        for t in range(17):
+            state[data.first[t]] = 0.0
+            if t == 16:
+                torch.testing.assert_close(state, game.state, atol=1e-5, rtol=1e-4)
+            obs, action = [x[t] for x in data.obs], actions[t]
+            with torch.no_grad():
+                _, logprob, _, value, state = game.agent(obs, state, action=action)
             torch.testing.assert_close(value, values[t], atol=1e-5, rtol=1e-4)
-        state[data.first[16]] = 0.0
-        torch.testing.assert_close(state, game.state, atol=1e-5, rtol=1e-4)
+            if t < 16:
+                torch.testing.assert_close(logprob, logprobs[t], atol=1e-5, rtol=1e-4)
         others = data._replace(state=torch.zeros_like(data.state))
         changed = (script.judge(game.agent, others, 3)[1] - values).abs().max()
         assert changed > 1e-2 or k == 0
@@ -291,7 +317,7 @@ def test_a_time_limit_bootstraps_from_the_last_observation_and_its_history(flags
     assert np.median(cleared) > 0.01  # a state cleared in the last row would be found
 
 
-def test_what_a_memory_is_given_of_actions():
+def test_what_a_memory_is_given_of_actions(monkeypatch):
     """With --previous-action: the last action in its unit and a one, zeros at a beginning."""
     game = Game(parse("--previous-action --num-steps 40"))
     given = []
@@ -301,8 +327,12 @@ def test_what_a_memory_is_given_of_actions():
     data = game.roll()
     acting = torch.cat(given)
     given.clear()
+    plain = Memory.replay
+    monkeypatch.setattr(
+        Memory, "replay", lambda self, *x: given.append(x[0][..., -6:]) or plain(self, *x)
+    )
     script.judge(game.agent, data, 4)
-    learning = torch.cat(given)[:40]
+    learning = given[0][:40]
     assert torch.equal(acting, learning)
     begins = np.concatenate([np.ones((1, 4), bool), data.first[1:].numpy()])
     assert begins.sum() > 12
