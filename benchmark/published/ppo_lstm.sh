@@ -10,3 +10,11 @@ none() { bench --workers 1 --num-seeds 1 --variant none "$@"; }
 cartpole="--memory-size 64 --learning-rate 1e-3 --update-epochs 10 --gamma 0.98 --gae-lambda 0.9 --ent-coef 0 --total-timesteps 100000"
 lstm --env-ids $novel:CartPoleNoVel-v1 --command "$script $cartpole"
 none --env-ids $novel:CartPoleNoVel-v1 --command "$script $cartpole --memory none"
+
+pendulum="--memory-size 64 --separate-critic --num-steps 256 --learning-rate 1e-3 --update-epochs 10 --gamma 0.9 --ent-coef 0 --total-timesteps 100000"
+lstm --env-ids $novel:PendulumNoVel-v1 --command "$script $pendulum"
+none --env-ids $novel:PendulumNoVel-v1 --command "$script $pendulum --memory none"
+
+repeat="--memory gru --previous-action --num-envs 16 --num-steps 104 --learning-rate 1e-3 --total-timesteps 300000"
+lstm --env-ids popgym:popgym-RepeatPreviousEasy-v0 --command "$script $repeat"
+none --env-ids popgym:popgym-RepeatPreviousEasy-v0 --command "$script $repeat --memory none"
