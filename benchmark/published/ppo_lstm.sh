@@ -18,3 +18,8 @@ none --env-ids $novel:PendulumNoVel-v1 --command "$script $pendulum --memory non
 repeat="--memory gru --previous-action --num-envs 16 --num-steps 104 --learning-rate 1e-3 --total-timesteps 300000"
 lstm --env-ids popgym:popgym-RepeatPreviousEasy-v0 --command "$script $repeat"
 none --env-ids popgym:popgym-RepeatPreviousEasy-v0 --command "$script $repeat --memory none"
+
+cue="--memory-size 64 --num-envs 16 --learning-rate 1e-3 --total-timesteps 60000"
+lstm --env-ids $novel:Cue-v0 --variant span --command "$script $cue --memory-span 128"
+bench --workers 1 --num-seeds 1 --env-ids $novel:Cue-v0 --command "$script $cue"
+none --env-ids $novel:Cue-v0 --command "$script $cue --memory none"
