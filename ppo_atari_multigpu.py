@@ -478,43 +478,69 @@ def update(agent, data: Rollout, iteration: int, rate: float, args: Args, gradie
 
 
 # --- rollout --------------------------------------------------------------------------------------
+def start(agent: Agent, envs: Envs, args: Args) -> tuple[dict, Rollout]:
+    """What acting reads, and a rollout to be filled; a CUDA graph wants both to stay in place."""
+    T, N, device = args.num_steps, len(envs.obs), agent.vector.device
+    at = {
+        "obs": torch.as_tensor(envs.obs, device=device).clone(),  # [N, 4, 84, 84], bytes
+        "noise": torch.zeros((T, N, len(agent.actor.bias)), device=device),
+        "t": torch.zeros(1, dtype=torch.int64, device=device),  # the rollout's next row
+    }
+    pixels = torch.zeros((T, N, 84, 84, 4), dtype=torch.uint8, device=device)
+    data = Rollout(
+        obs=pixels.permute(0, 1, 4, 2, 3),
+        actions=torch.zeros((T, N), dtype=torch.int64, device=device),
+        logprobs=torch.zeros((T, N), device=device),
+        values=torch.zeros((T + 1, N), device=device),
+        rewards=np.zeros((T, N)),
+        terminated=np.zeros((T, N), bool),
+        truncated=np.zeros((T, N), bool),
+        valid=np.zeros((T, N), bool),
+    )
+    return at, data
+
+
 @torch.no_grad()
-def rollout(agent: Agent, envs: Envs, run: "Run", args: Args) -> Rollout:
-    """Take `num_steps` steps in every environment, going on where the last rollout stopped
-    (detail 1)."""
-    T, N, which, device = args.num_steps, len(envs.obs), own_envs(args), agent.vector.device
-    obs = torch.empty((T, N, 84, 84, 4), dtype=torch.uint8, device=device).permute(0, 1, 4, 2, 3)
-    rewards = np.zeros((T, N))
-    terminated = np.zeros((T, N), bool)
-    truncated = np.zeros((T, N), bool)
-    valid = np.zeros((T, N), bool)
-    logprobs, actions, values = [], [], []
-    log = np.zeros((4, T, args.num_envs))  # valid; whether a game ended, its score, its length
+def acting_step(agent: Agent, at: dict, data: Rollout) -> torch.Tensor:
+    """Actions [N] at the observations `at` hand, which both become the rollout's next row. All is
+    done in place, on the device, so that a CUDA graph can hold it."""
+    t = at["t"]
+    policy, values = agent.policy(at["obs"])
+    actions = (policy + at["noise"][t].squeeze(0)).argmax(dim=-1)
+    data.obs[t] = at["obs"]
+    data.actions[t] = actions
+    data.logprobs[t] = policy.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+    data.values[t] = values
+    t += 1
+    return actions
+
+
+@torch.no_grad()
+def rollout(agent, envs: Envs, at: dict, data: Rollout, run: "Run", args: Args, act=acting_step):
+    """Fill the rollout with `num_steps` steps in every environment, going on where the last one
+    stopped (detail 1)."""
+    which = own_envs(args)
     # Gumbel noise, whose argmax is a sample of the policy; drawn for all environments, wherever
     rng = np.random.default_rng((args.seed, run.iteration, 0))
-    noise = rng.gumbel(size=(T, args.num_envs, len(agent.actor.bias)))[:, which]
-    noise = torch.as_tensor(noise, dtype=torch.float32, device=device)
-    for t in range(T):
-        obs[t] = torch.as_tensor(envs.obs)
-        valid[t] = ~envs.over
-        policy, value = agent.policy(obs[t])
-        action = (policy + noise[t]).argmax(dim=-1)
-        logprobs.append(policy.gather(-1, action.unsqueeze(-1)).squeeze(-1))
-        actions.append(action)
-        values.append(value.clone())  # the next replay of a CUDA graph overwrites it
-        rewards[t], terminated[t], truncated[t] = envs.step(action.cpu().numpy())
-        log[0, t, which] = valid[t]
+    noise = rng.gumbel(size=(args.num_steps, args.num_envs, len(agent.actor.bias)))[:, which]
+    at["noise"].copy_(torch.as_tensor(noise, dtype=torch.float32))
+    at["t"].zero_()
+    log = np.zeros((4, args.num_steps, args.num_envs))  # valid; a game ended, its score, its length
+    for t in range(args.num_steps):
+        data.valid[t] = ~envs.over
+        actions = act(agent, at, data).cpu().numpy()
+        data.rewards[t], data.terminated[t], data.truncated[t] = envs.step(actions)
+        at["obs"].copy_(torch.as_tensor(envs.obs), non_blocking=True)
         for i, score, length in envs.ended:
             log[1:, t, which.start + i] = 1.0, score, length
-    values.append(agent.get_value(torch.as_tensor(envs.obs, device=device)))
-    log = world_sum(torch.as_tensor(log, device=device)).cpu().numpy()  # everyone's
+    data.values[-1] = agent.get_value(at["obs"])
+    log[0, :, which] = data.valid
+    log = world_sum(torch.as_tensor(log, device=at["t"].device)).cpu().numpy()  # everyone's
     for counted, ended, scores, lengths in log.swapaxes(0, 1):
         run.global_step += int(counted.sum())
         games = np.flatnonzero(ended).tolist()
         if games and RANK == 0:
             run.log_episodes([(i, float(scores[i]), int(lengths[i])) for i in games])
-    actions, logprobs, values = (torch.stack(x) for x in (actions, logprobs, values))
-    return Rollout(obs, actions, logprobs, values, rewards, terminated, truncated, valid)
 
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
@@ -800,12 +826,12 @@ def compile_grad(agent: Agent, args: Args):
     try:
         torch.compiler.reset()  # of another agent in this process
         torch._dynamo.config.trace_autograd_ops = True
-        torch.compile(lambda x: x + 1, options=options)(agent.vector)
+        torch.compile(lambda x: x + 1)(agent.vector)
     except Exception as error:  # whatever a missing or broken compiler raises
         if RANK == 0:
             print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
         return minibatch_grad
-    agent.policy = torch.compile(agent.policy, fullgraph=True, options=options)
+    agent.policy = torch.compile(agent.policy, fullgraph=True)
     compiled = torch.compile(minibatch_grad, fullgraph=True, options=options)
     seen, given = None, None
 
@@ -816,6 +842,28 @@ def compile_grad(agent: Agent, args: Args):
         return compiled(agent, minibatch, moments, given)
 
     return gradient
+
+
+class Recorded:
+    """A function whose tensors stay where they are, as a CUDA graph: called as it is three times,
+    in which libraries get ready, then recorded, and replayed ever after. A graph holds numbers as
+    they were: it is recorded again when one of Args has changed."""
+
+    def __init__(self, function):
+        self.function, self.calls, self.numbers = function, 0, None
+
+    def __call__(self, *given):
+        self.calls += 1
+        if self.calls <= 3:
+            return self.function(*given)
+        numbers = [dict(vars(x)) for x in given if isinstance(x, Args)]
+        if numbers != self.numbers:
+            self.numbers = numbers
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.result = self.function(*given)
+        self.graph.replay()
+        return self.result
 
 
 def followed(args: Args, device: torch.device) -> SimpleNamespace:
@@ -886,8 +934,8 @@ def train(args: Args | None) -> Path | None:
     (checkpoint,) = told
     torch.set_num_threads(args.num_threads or threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    _, start, *_ = checkpoint.get("counters", (0, 0))
-    envs = Envs(args, own_envs(args), start, args.env_threads or threads)
+    _, iteration, *_ = checkpoint.get("counters", (0, 0))
+    envs = Envs(args, own_envs(args), iteration, args.env_threads or threads)
     with contextlib.closing(envs):
         torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
         agent = Agent(envs, args).to(device)
@@ -897,6 +945,8 @@ def train(args: Args | None) -> Path | None:
         if args.world_size > 1:
             dist.broadcast(agent.vector, src=0)
         gradient = compile_grad(agent, args)
+        at, data = start(agent, envs, args)
+        act = Recorded(acting_step) if args.cudagraphs and device.type == "cuda" else acting_step
         with stop_signals() as stop, Run(args, checkpoint) as run:
             if RANK == 0:
                 how = f"{device}, {'eager' if gradient is minibatch_grad else 'compiled'}"
@@ -907,7 +957,7 @@ def train(args: Args | None) -> Path | None:
             while run.iteration < args.num_iterations and not stopped:
                 remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
                 learning_rate = remaining * args.learning_rate  # annealed (detail 4)
-                data = rollout(agent, envs, run, args)
+                rollout(agent, envs, at, data, run, args, act)
                 metrics = update(agent, data, run.iteration, learning_rate, args, gradient)
                 check_finite(run.iteration, {"rewards": data.rewards})
                 check_finite(run.iteration, metrics | agent.state_dict())

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from program import ROOT, assert_same, installed, rows, run, scalars, status, train_until_killed
-from torch.utils._python_dispatch import TorchDispatchMode
+from replay import Waits, no_graphs_but_tapes
 
 import ppo_continuous_action
 import ppo_continuous_action_warp as script
@@ -367,24 +367,6 @@ def test_a_fixed_learning_rate(tmp_path):
 
 
 # --- what a CUDA graph needs ----------------------------------------------------------------------
-class Waits(TorchDispatchMode):
-    """Notes what a host would have to wait for."""
-
-    def __init__(self):
-        super().__init__()
-        self.found, self.calls = [], 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name, self.calls = function.overloadpacket.__name__, self.calls + 1
-        if name in ("_local_scalar_dense", "nonzero", "equal", "item", "unique", "masked_select"):
-            self.found.append(name)
-        if name == "index" and any(
-            x is not None and x.dtype == torch.bool for x in (args[1] if len(args) > 1 else ())
-        ):
-            self.found.append("a mask as an index")
-        return function(*args, **(kwargs or {}))
-
-
 def places(*things) -> list[int]:
     tensors = []
     for thing in things:
@@ -437,6 +419,32 @@ def test_recorded_on_its_fourth_call(monkeypatch):
     results = [recorded(k) for k in range(6)]
     assert log == ["called"] * 3 + ["record", "called", "recorded"] + ["replay"] * 3
     assert results[3] == results[4] == results[5] != results[2]
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"desired_kl": 0.0, "clip_vloss": True, "stagger_episodes": False}]
+)
+def test_what_is_recorded_is_replayed_to_the_same_bits(more, monkeypatch):
+    """With a stand-in for CUDA graphs: rollouts and updates, six of each."""
+    args, runs = small(), []
+    args = script.replace(args, **more)
+    for record in (lambda function: function, script.Recorded):
+        made = no_graphs_but_tapes(monkeypatch)
+        collect, learn = record(script.rollout), record(script.update)
+        envs = Pendulum(16, "cpu")
+        torch.manual_seed(args.seed)
+        agent = script.Agent(envs, args)
+        agent.adam = script.flat_adam(agent)
+        agent.adam["learning_rate"] = torch.tensor(args.learning_rate)
+        at, data = script.start(agent, envs, args)
+        metrics = []
+        for k in range(6):
+            collect(agent, envs, at, data, args)
+            found = learn(agent, data, args, k == 0)
+            metrics.append({name: x.item() for name, x in found.items()})
+        runs.append([metrics, agent.state_dict(), agent.adam, envs.state_dict(), at])
+    assert [tape.replays for tape in made] == [3, 3]
+    assert_same(*runs)
 
 
 @pytest.mark.gpu
