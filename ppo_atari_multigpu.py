@@ -436,6 +436,14 @@ def advantage_moments(batch: Batch, rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([mean, std, count.clamp(min=1.0)], dim=-1).float()
 
 
+def variance(x: torch.Tensor, weights: torch.Tensor) -> float:
+    """Of samples [B] with weights 0 or 1, over all processes."""
+    powers = [(x.double().pow(k) * weights).sum() for k in (0, 1, 2)]
+    count, total, squares = world_sum(torch.stack(powers)).tolist()
+    count = max(count, 1.0)
+    return squares / count - (total / count) ** 2
+
+
 def update(agent, data: Rollout, iteration: int, rate: float, args: Args, gradient=minibatch_grad):
     """One iteration of learning from a rollout; returns the metrics, averaged over minibatches."""
     check_views(agent)
@@ -447,34 +455,26 @@ def update(agent, data: Rollout, iteration: int, rate: float, args: Args, gradie
     batch = Batch(*(x.flatten(0, 1) for x in fields))  # B = T * N
 
     epochs = minibatch_rows(iteration, own_envs(args), args, values.device)
-    moments = advantage_moments(batch, [rows for epoch in epochs for rows in epoch])
-    moments = moments.view(args.update_epochs, args.num_minibatches, 3)
-    counts = moments[..., 2].tolist()
+    moments = iter(advantage_moments(batch, [rows for epoch in epochs for rows in epoch]))
     metrics = []  # of each step
     agent.adam.param_groups[0]["lr"] = torch.tensor(rate, device=values.device)
-    for k, epoch in enumerate(epochs):
-        for j, rows in enumerate(epoch):
-            if counts[k][j] < 2:  # advantages of fewer can't be normalized
-                continue
-            shares = gradient(agent, Batch(*(x[rows] for x in batch)), moments[k, j], args)
+    for epoch in epochs:
+        for rows in epoch:
+            minibatch = Batch(*(x[rows] for x in batch))
+            shares = gradient(agent, minibatch, next(moments), args)
             grad, share = world_sum(shares).tensor_split([len(agent.vector)])
             norm = grad.norm(keepdim=True)  # over all parameters (detail 11)
             agent.vector.grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             agent.adam.step()
             metrics.append(torch.cat([share, norm]))
-        learned = sum(count >= 2 for count in counts[k])  # minibatches of this epoch
-        if learned == 0:
-            return {}
-        approx_kl = torch.stack(metrics[-learned:])[:, METRICS.index("approx_kl")]
+        approx_kl = torch.stack(metrics[-len(epoch) :])[:, METRICS.index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
     means = torch.stack(metrics).mean(dim=0).tolist()
-    residual, targets = (batch.returns - batch.values).double(), batch.returns.double()
-    powers = [(x.pow(k) * batch.weights).sum() for x in (residual, targets) for k in (0, 1, 2)]
-    count, mean, square = world_sum(torch.stack(powers)).view(2, 3).unbind(-1)
-    unexplained, variance = (square / count - (mean / count).square()).tolist()
     metrics = {f"losses/{name}": mean for name, mean in zip(METRICS, means, strict=True)}
-    return metrics | {"losses/explained_variance": 1.0 - unexplained / max(variance, 1e-12)}
+    unexplained = variance(batch.returns - batch.values, batch.weights)
+    unexplained /= max(variance(batch.returns, batch.weights), 1e-12)
+    return metrics | {"losses/explained_variance": 1.0 - unexplained}
 
 
 # --- rollout --------------------------------------------------------------------------------------

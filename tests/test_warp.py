@@ -421,30 +421,47 @@ def test_recorded_on_its_fourth_call(monkeypatch):
     assert results[3] == results[4] == results[5] != results[2]
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"desired_kl": 0.0, "clip_vloss": True, "stagger_episodes": False}]
-)
-def test_what_is_recorded_is_replayed_to_the_same_bits(more, monkeypatch):
-    """With a stand-in for CUDA graphs: rollouts and updates, six of each."""
-    args, runs = small(), []
-    args = script.replace(args, **more)
-    for record in (lambda function: function, script.Recorded):
-        made = no_graphs_but_tapes(monkeypatch)
-        collect, learn = record(script.rollout), record(script.update)
-        envs = Pendulum(16, "cpu")
-        torch.manual_seed(args.seed)
-        agent = script.Agent(envs, args)
-        agent.adam = script.flat_adam(agent)
-        agent.adam["learning_rate"] = torch.tensor(args.learning_rate)
-        at, data = script.start(agent, envs, args)
-        metrics = []
-        for k in range(6):
-            collect(agent, envs, at, data, args)
-            found = learn(agent, data, args, k == 0)
-            metrics.append({name: x.item() for name, x in found.items()})
-        runs.append([metrics, agent.state_dict(), agent.adam, envs.state_dict(), at])
-    assert [tape.replays for tape in made] == [3, 3]
-    assert_same(*runs)
+def seven(record, args: Args, device: str = "cpu", change: bool = False) -> list:
+    """What seven rollouts and updates leave; if `change`, numbers of Args are others from the
+    sixth on."""
+    collect, learn = record(script.rollout), record(script.update)
+    envs = Pendulum(16, device)
+    torch.manual_seed(args.seed)
+    agent = script.Agent(envs, args).to(device)
+    agent.adam = script.flat_adam(agent)
+    agent.adam["learning_rate"] = torch.tensor(args.learning_rate, device=device)
+    at, data = script.start(agent, envs, args)
+    metrics = []
+    for k in range(7):
+        if change and k == 5:
+            args.ent_coef, args.gamma, args.clip_coef = 0.5, 0.5, 0.01
+        collect(agent, envs, at, data, args)
+        found = learn(agent, data, args, k == 0)
+        metrics.append({name: x.item() for name, x in found.items()})
+    return [metrics, agent.state_dict(), agent.adam, envs.state_dict(), at]
+
+
+@pytest.mark.parametrize("change", [False, True])
+@pytest.mark.parametrize("more", ["", "--desired-kl 0 --clip-vloss --no-stagger-episodes"])
+def test_what_is_recorded_is_replayed_to_the_same_bits(more, change, monkeypatch):
+    """With a stand-in for CUDA graphs, which hold numbers as they were: after a change both are
+    recorded again."""
+    plain = seven(lambda function: function, small(more), change=change)
+    made = no_graphs_but_tapes(monkeypatch)
+    assert_same(seven(script.Recorded, small(more), change=change), plain)
+    assert [tape.replays for tape in made] == ([2, 2, 2, 2] if change else [4, 4])
+
+
+@pytest.mark.gpu
+@gpu
+def test_a_changed_number_is_recorded_again_on_a_gpu():
+    def numbers(record) -> list[float]:
+        return [x["losses/value_loss"] for x in seven(record, small(), "cuda", change=True)[0]]
+
+    recorded = numbers(script.Recorded)
+    assert recorded == pytest.approx(numbers(lambda function: function), rel=1e-2)
+    (unchanged, *_) = seven(script.Recorded, small(), "cuda")
+    assert abs(unchanged[-1]["losses/value_loss"] / recorded[-1] - 1.0) > 0.1
 
 
 @pytest.mark.gpu
