@@ -73,7 +73,7 @@ class Args:
     channels_last: bool = True  # convolutions in channels-last order: same results to rounding
     bf16: bool = False  # convolutions and hidden layer in bfloat16: faster if the hardware has it
     compile: bool = False  # compile the update, if there is a compiler: same results to rounding
-    cudagraphs: bool = False  # on a GPU, compile to CUDA graphs
+    cudagraphs: bool = False  # on a GPU, compile, and make acting and gradients CUDA graphs
     track: bool = False  # also log to Weights and Biases
     wandb_project_name: str = "ppo"  # its project
     wandb_entity: str | None = None  # its entity (team)
