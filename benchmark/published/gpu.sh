@@ -3,7 +3,8 @@
 # training as long as it says) and writes its table at once into benchmark/published/results/gpu;
 # what is there is not done again, and trainings go on where they were ended. `gpu.sh NAME...` does
 # these steps alone. RUNS=folder may be set, and LEANRL=folder with LeanRL's scripts. With TRY=1 all
-# is tried at tiny sizes, with a GPU or without, and leaves its tables in the folder of the runs.
+# is tried at tiny sizes, with a GPU or without, on Pendulum in place of MuJoCo's robots, and leaves
+# its tables in the folder of the runs.
 # Exit code 1 if a step failed or was too long.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -14,17 +15,25 @@ tables=benchmark/published/results/gpu
 limit=${SECONDS_A_STEP:-90}
 seconds=3 # of a row of gpu_profile, after its warm start
 graphs="--compile --cudagraphs"
+compile=" --compile"
+always="--compile-from 0"
 sizes=(8 32 128) # games
 worlds=(4096 16384 1024)
+robots=(HalfCheetah-v4 Ant-v4 Walker2d-v4 Hopper-v4)
+workers=8 # of pytest
 tiny="" # more flags of all games
 few=""  # and of all robots
 if [ -n "${TRY:-}" ]; then
   tables=$runs/tables
-  limit=600
+  limit=900
   seconds=0.1
   graphs=""
+  compile=""
+  always="--no-compile"
   sizes=(2 3 4)
   worlds=(4 2)
+  robots=(Pendulum-v1)
+  workers=0
   tiny=" --num-steps 8 --num-minibatches 2 --update-epochs 1"
   few=" --num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1"
 fi
@@ -66,7 +75,7 @@ rows() {
 train() {
   local name=$1 seconds=$2
   shift 2
-  [ -n "${TRY:-}" ] && seconds=25
+  [ -n "${TRY:-}" ] && set -- "$@" --total-timesteps 600 && seconds=600
   local limit=$((seconds + 30))
   step "train-$name" bash -c '
     folder=$1 seconds=$2
@@ -102,55 +111,54 @@ train Breakout-by-2 40 python -m torch.distributed.run --standalone --nproc-per-
   ppo_atari_multigpu.py --device-ids 0 0 $breakout "${sizes[2]}" $graphs --bf16
 
 # (b) the tests that need one
-step tests-trains python -m pytest -m gpu -n 8 -p no:cacheprovider --disable-warnings tests/test_gpu.py
-step tests-graphs python -m pytest -m gpu -n 8 -p no:cacheprovider --disable-warnings \
+step tests-trains python -m pytest -m gpu -n $workers -p no:cacheprovider --disable-warnings tests/test_gpu.py
+step tests-graphs python -m pytest -m gpu -n $workers -p no:cacheprovider --disable-warnings \
   tests/test_{atari,clipped_script,kl_adaptive_script,ppo_cma}.py tests/test_warp.py -k "not warp_trains"
 
 # (c) MuJoCo Warp. The engine first compiles its kernels for each task, which takes a minute, and
 # keeps them: all tasks side by side
-if todo warp-tf32 || todo train-HalfCheetah-v4-tf32; then
-  for env_id in HalfCheetah-v4 Ant-v4 Walker2d-v4 Hopper-v4; do
-    [ -n "${TRY:-}" ] && [ $env_id != HalfCheetah-v4 ] && continue
-    timeout 150 python -m benchmark.published.gpu_warp "$runs/kernels.csv" $env_id "${worlds[1]}" &>"$runs/kernels-$env_id.log" &
+first=${robots[0]}
+if todo warp-tf32 || todo "train-$first-tf32" || todo "train-${robots[-1]}"; then
+  for env_id in "${robots[@]}"; do
+    timeout 150 python -m benchmark.published.gpu_warp "$runs/kernels.csv" $env_id 256 &>"$runs/kernels-$env_id.log" &
   done
   wait
 fi
-warp warp-tf32 warp-tf32 HalfCheetah-v4 "${worlds[0]}" --tf32
-robots="python ppo_continuous_action_warp.py$few --env-id"
-train HalfCheetah-v4-tf32 65 $robots HalfCheetah-v4 --tf32
-train HalfCheetah-v4-whole 65 $robots HalfCheetah-v4
-for env_id in Ant-v4 Walker2d-v4 Hopper-v4; do
-  [ -n "${TRY:-}" ] && break
-  train $env_id 85 $robots $env_id --tf32
+warp warp-tf32 warp-tf32 "$first" "${worlds[0]}" --tf32
+script="python ppo_continuous_action_warp.py$few --env-id"
+train "$first-tf32" 65 $script "$first" --tf32
+train "$first-whole" 65 $script "$first"
+for env_id in "${robots[@]:1}"; do
+  train "$env_id" 85 $script "$env_id" --tf32
 done
-warp warp-tf32 warp-tf32-more HalfCheetah-v4 "${worlds[@]:1}" --tf32
-[ -n "${TRY:-}" ] || warp warp warp-ant Ant-v4 "${worlds[@]}"
-step tests-warp python -m pytest -m gpu -n 4 -p no:cacheprovider --disable-warnings tests/test_warp.py -k warp_trains
+warp warp-tf32 warp-tf32-more "$first" "${worlds[@]:1}" --tf32
+for env_id in "${robots[@]:1:1}"; do
+  warp warp warp-more "$env_id" "${worlds[@]}"
+done
+step tests-warp python -m pytest -m gpu -n $workers -p no:cacheprovider --disable-warnings tests/test_warp.py -k warp_trains
 
 # (d) HalfCheetah by C MuJoCo in EnvPool's threads, 64 environments: a million steps, the second time
 # with what the compiler has kept; then where the time goes
 cheetah="--env-id envpool:HalfCheetah-v4 --env-workers 16"
 cheetah+=" --num-envs 64 --num-steps 64 --num-minibatches 4 --update-epochs 2 --learning-rate 2.95e-3"
 [ -n "${TRY:-}" ] && cheetah="--env-id envpool:HalfCheetah-v4 --env-workers 2$few"
-million="--total-timesteps 1000000"
-[ -n "${TRY:-}" ] && million="--total-timesteps 64"
-train cheetah-eager 60 python ppo_continuous_action.py $cheetah $million --no-compile
+train cheetah-eager 60 python ppo_continuous_action.py $cheetah --no-compile
 for turn in 1 2; do
-  train cheetah-compiled-$turn 60 python ppo_continuous_action.py $cheetah $million --compile-from 0 --cudagraphs
-  train cheetah-cpu-$turn 60 python ppo_continuous_action.py $cheetah $million --compile-from 0 --no-cuda
+  train cheetah-compiled-$turn 60 python ppo_continuous_action.py $cheetah $always --cudagraphs
+  train cheetah-cpu-$turn 60 python ppo_continuous_action.py $cheetah $always --no-cuda
 done
-rows robots robots-64 ppo_continuous_action "$cheetah --no-compile" "$cheetah --compile-from 0 --cudagraphs" \
-  "$cheetah --compile-from 0 --no-cuda"
-alone="--env-id HalfCheetah-v4$few --compile-from 0"
+rows robots robots-64 ppo_continuous_action "$cheetah --no-compile" "$cheetah $always --cudagraphs" \
+  "$cheetah $always --no-cuda"
+alone="--env-id HalfCheetah-v4$few $always"
 rows robots robots-1 ppo_continuous_action "$alone --no-cuda" "$alone --cudagraphs"
 
 # (e) Pong to 20
 train Pong-v5 240 python ppo_atari_multigpu.py --env-id Pong-v5 --bf16 --num-envs 32 --num-minibatches 8 \
-  --update-epochs 3 --clip-coef 0.2 --learning-rate 5e-4 --total-timesteps 4000000 $graphs
+  --update-epochs 3 --clip-coef 0.2 --learning-rate 5e-4 --total-timesteps 4000000 $graphs$tiny
 
 # (f) the other scripts for pixels
-rows pixels lstm ppo_atari_lstm "--env-id Breakout-v5$tiny" "--env-id Breakout-v5$tiny --compile"
+rows pixels lstm ppo_atari_lstm "--env-id Breakout-v5$tiny" "--env-id Breakout-v5$tiny$compile"
 pool="--env-id envpool:Breakout-v5 --num-envs 8 --env-workers 8$tiny"
-rows pixels pixels ppo_pixels "$pool" "$pool --compile"
-rows pixels procgen ppo_procgen "$tiny" "$tiny --compile"
+rows pixels pixels ppo_pixels "$pool" "$pool$compile"
+rows pixels procgen ppo_procgen "$tiny" "$tiny$compile"
 exit $failed
