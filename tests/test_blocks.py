@@ -62,6 +62,7 @@ OWN = {
     "mlp": {KL, WARP},
     "own_envs": {ATARI, AGENTS},  # of a process of torchrun; a fresh one each episode
     "parse_args": {KL, ATARI, *GAMES},  # an environment without a flag; restarts; no modules
+    "start": {ATARI},  # games have begun
     "stop_signals": {ATARI},  # torchrun passes signals on
 }
 
