@@ -16,8 +16,9 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
 
     python ppo.py --env-id CartPole-v1  # --resume runs/RUN goes on, --evaluate runs/RUN plays
 
-Expect 500 on CartPole-v1 after 100,000 steps, in 15 seconds on one CPU core (README.md: others).
-Flags and tags are CleanRL's, and its defaults `--learning-rate 2.5e-4 --update-epochs 4`.
+Expect 470 over the last 100 episodes of training on CartPole-v1 (100,000 steps, 15 seconds on one
+CPU core), and 500 of the final policy. Flags and tags are CleanRL's, its defaults
+`--learning-rate 2.5e-4 --update-epochs 4`.
 """
 
 import atexit
@@ -290,9 +291,8 @@ class Envs:
             number = np.asarray(reward).item()
             self.over[i] = terminated or truncated
         except ValueError:  # several numbers
-            what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
-            hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
-            raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
+            what = f"{self.args.env_id}: {reward=}, {terminated=}, {truncated=}"
+            raise ValueError(f"{what}: one of each is wanted (weigh several rewards)") from None
         self.obs[i] = self.with_mask(i, obs, info)
         self.actions[i].append(action)
         self.rewards[i].append(number)
@@ -967,8 +967,7 @@ def evaluate(args: Args) -> list[float]:
                 if envs.ended:
                     break
             else:
-                hint = """--env-kwargs '{"max_episode_steps": 1000}'"""
-                fail(f"100,000 steps, no end: whole episodes need max_episode_steps, {hint}")
+                fail("""100,000 steps, no end: try --env-kwargs '{"max_episode_steps": 1000}'""")
             _, episodic_return, _ = envs.ended[0]
             bar.write(f"eval_episode={episode}, episodic_return={episodic_return:.2f}")
             returns.append(episodic_return)
