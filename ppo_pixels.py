@@ -22,7 +22,7 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
 
 Every image has a network of its own (Nature's from 36 pixels on, IMPALA's below, a small one below
 16), all vectors and choices share one layer. Expect 0.96 over the last 100 episodes of training on
-DoorKey-5x5 (100,000 steps). Flags and tags are CleanRL's. Left out on purpose: memory (ppo_lstm.py).
+DoorKey-5x5 (100,000 steps). Flags and tags are CleanRL's. Left out: memory (ppo_lstm.py).
 """
 
 import atexit
