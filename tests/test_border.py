@@ -348,10 +348,10 @@ def refused(script, flags: str, capsys) -> str:
 def test_envpool_names_near_ids_and_what_is_missing(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     err = refused(ppo_continuous_action, "--env-id envpool:HalfCheeta-v4", capsys)
-    assert "EnvPool has no such environment; near: HalfCheetah-v4" in err
+    assert "HalfCheeta-v4 is not supported" in err and "near ids: ['HalfCheetah-v4'" in err
     err = refused(ppo, "--env-id envpool:CartPoll-v1", capsys)
-    assert "near: CartPole-v1" in err
-    assert "near: none" in refused(ppo, "--env-id envpool:", capsys)
+    assert "near ids: ['CartPole-v1'" in err
+    assert "near ids: []" in refused(ppo, "--env-id envpool:", capsys)
     assert "choices: ppo.py" in refused(
         ppo_continuous_action, "--env-id envpool:CartPole-v1", capsys
     )
