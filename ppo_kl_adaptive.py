@@ -262,7 +262,7 @@ class Envs:
         seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
         seed_others(seed)
         obs, _ = self.envs[i].reset(seed=seed)
-        self.obs[i] = np.reshape(obs, self.observation_space.shape)
+        self.obs[i] = np.asarray(obs).reshape(self.observation_space.shape)
 
     def play(self, i: int, shaped: np.ndarray):
         """One step of an environment: reward, terminated, truncated."""
@@ -275,10 +275,12 @@ class Envs:
             what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
             hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
             raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
-        self.obs[i] = np.reshape(obs, self.observation_space.shape)
+        self.obs[i] = np.asarray(obs).reshape(self.observation_space.shape)
         self.over[i] = over
         self.lengths[i] = len(rewards)
-        if len(rewards) > 100_000 and not over:
+        if over:
+            self.ended.append((self.numbers[i], math.fsum(rewards), len(rewards)))
+        elif len(rewards) > 100_000:
             hint = """max_episode_steps, --env-kwargs '{"max_episode_steps": 1000}'"""
             raise TimeoutError(f"100,000 steps, no end: whole episodes need {hint}")
         return rewards[-1], terminated, truncated
@@ -294,11 +296,8 @@ class Envs:
         for i in going.nonzero()[0].tolist():
             if self.over[i]:
                 self.reset(i)
-                continue
-            rewards[i], terminated[i], truncated[i] = self.play(i, shaped[i])
-            if self.over[i]:
-                both = math.fsum(self.rewards[i]), len(self.rewards[i])
-                self.ended.append((self.numbers[i], *both))
+            else:
+                rewards[i], terminated[i], truncated[i] = self.play(i, shaped[i])
         return rewards, terminated, truncated
 
     def shown(self) -> dict[str, np.ndarray]:
