@@ -103,6 +103,18 @@ def bootstrap() -> str:
     return table("what follows the last step | limit 200 | limit 20", rows)
 
 
+def helped() -> str:
+    """Final policies without and with what helped, by helped.csv."""
+    rows = []
+    for row in data.read_csv(RESULTS.parent / "helped.csv"):
+        before = curves.runs(row["env_id"], row["script"], row["without"])
+        after = curves.runs(row["env_id"], row["with_script"], row["with"])
+        seeds = f"{len(before)}, {len(after)}"
+        run = f"{row['env_id']}, `{row['script']}.py`"
+        rows.append([row["task"], run, row["changed"], seeds, by_seed(before), by_seed(after)])
+    return table("task | run | what was changed | seeds | without | with", rows)
+
+
 # --- three scripts, eight environments ------------------------------------------------------------
 
 
@@ -486,8 +498,9 @@ def gpu_warp() -> str:
 BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
-        scores, speeds, study_speed, clipped_results, control, goals, bootstrap, cma_results,
-        humanoid, kl_results, atari_results, atari_speed, gpu_atari, gpu_games, gpu_warp,
+        scores, speeds, study_speed, clipped_results, control, goals, helped, bootstrap,
+        cma_results, humanoid, kl_results, atari_results, atari_speed, gpu_atari, gpu_games,
+        gpu_warp,
     )
 }  # fmt: skip
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
