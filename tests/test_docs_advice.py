@@ -1,4 +1,4 @@
-"""Links between pages; docs/when_it_does_not_learn.md advises tags and flags that exist."""
+"""Links between pages; what is advised exists; from a table to its maker and its command."""
 
 import importlib
 import re
@@ -6,11 +6,11 @@ import re
 import pytest
 from program import ROOT
 
-from benchmark.published import docs
+from benchmark.published import HERE, docs, tables
 
 ADVICE = (ROOT / "docs" / "when_it_does_not_learn.md").read_text()
 SCRIPTS = sorted(path.stem for path in ROOT.glob("ppo*.py"))
-TEXTS = [*docs.PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+TEXTS = [*docs.PAGES, HERE / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 
 
 def anchors(text: str) -> set[str]:
@@ -26,7 +26,7 @@ def test_github_names_headings_so():
     assert anchors(text) == {"--target-kl-002-why-and-how", "three-algorithms"}
 
 
-@pytest.mark.parametrize("page", TEXTS, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: f"{page.parent.name}-{page.stem}")
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
     inner = [link for link in links if not link.startswith(("http", "mailto"))]
@@ -65,3 +65,19 @@ def test_every_kind_of_script_is_advised():
     assert {"ppo_pixels", "ppo_pettingzoo", "ppo_atari_lstm", "ppo_cma"} <= {
         script for script in SCRIPTS if f"`{script}.py`" in ADVICE
     }
+
+
+def test_from_a_number_to_its_maker_and_its_command():
+    """benchmark/published/README.md lists every table of every page, with function and command."""
+    text = (HERE / "README.md").read_text()
+    rows = re.findall(r"^\| \[\w+\]\(([^)]+)\) \| `([\w-]+)` \| `(\w+)` \| (.*) \|$", text, re.M)
+    listed = {((HERE / page).resolve(), name) for page, name, _, _ in rows}
+    shown = set()
+    for page in docs.PAGES:
+        names = re.findall(r"^<!-- ([\w-]+) -->$", page.read_text(), re.MULTILINE)
+        shown |= {(page.resolve(), name) for name in names if name in tables.BLOCKS}
+    assert listed == shown
+    assert len(shown) > 25
+    for _, _, maker, commands in rows:
+        assert callable(getattr(tables, maker))
+        assert re.findall(r"\]\(([^)]+)\)", commands)  # whose files another test looks for

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppo_continuous_action
 import ppo_continuous_action_warp as script
-from benchmark.published import bootstrap
+from benchmark.published.studies import bootstrap
 from ppo_continuous_action_warp import Args, DeviceEnvs, Pendulum
 
 SMALL = (

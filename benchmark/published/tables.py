@@ -1,5 +1,6 @@
 """The tables of README.md and docs/, from the committed runs: each stands between <!-- its name -->
-and <!-- end -->. `python -m benchmark.published` makes them anew.
+and <!-- end -->. `python -m benchmark.published` makes them anew. README.md here says for each
+which page shows it and which command made its runs.
 """
 
 from functools import partial
@@ -68,7 +69,10 @@ def above(runs: list[data.Run], anchor) -> float:
 
 def control() -> str:
     """Clipped PPO on dm_control beside CleanRL's, both after 1M steps; a last row of all tasks."""
-    rows, chances, ours, theirs = [], [], [], []
+    rows = []
+    chances = []
+    ours = []
+    theirs = []
     for name in sorted(f"dm_control/{task}-v0" for task in CONTROL):
         own, *old = (curves.runs(name, CLIPPED, x) for x in ("default", "no-target-kl"))
         (anchor,) = (x for x in curves.anchors(name) if x.steps == 1_000_000)
@@ -241,6 +245,11 @@ def cma_results() -> str:
         rows.append([f"{env_id}, {setting}", f"{len(found)} x {length(most)}", *cells])
     header = "environment, command | seeds, steps | training return | original's training return "
     return table(header + "| mean action", rows)
+
+
+def saturation() -> str:
+    """The share of mean actions at a bound, by million steps, as saturation.py measured it."""
+    return report.listed(data.read_csv(RESULTS / "saturation.csv"))
 
 
 def crossing(curve: curves.Curve, score: float) -> int:
@@ -518,7 +527,7 @@ BLOCKS = {
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
 BLOCKS |= {f"growth-{flag}": partial(growth, flag) for flag in ("num-envs", "num-minibatches")}
 BLOCKS["all-speeds"] = partial(speeds, None, None)
-BLOCKS["saturation"] = lambda: report.listed(data.read_csv(RESULTS / "saturation.csv"))
+BLOCKS["saturation"] = saturation
 BLOCKS["lstm-results"] = partial(atari_results, "ppo_atari_lstm")
 ALPHAS = {f"{CLIPPED} rpo-{x}": f"`--rpo-alpha {x}`" for x in (0.01, 0.1, 0.5)}
 ON = *curves.MUJOCO[:4], *(f"dm_control/{task}-v0" for task in CONTROL[:4])
