@@ -794,7 +794,7 @@ class Agent(nn.Module):
             else:
                 x = x.permute(0, 3, 1, 2)  # in memory, channels are last
                 images.append(x if self.args.channels_last else x.contiguous())
-        return images, torch.cat(vectors, dim=-1) if vectors else x.new_zeros(len(x), 0)
+        return images, torch.cat(vectors, dim=-1) if vectors else x.new_zeros(x.shape[0], 0)
 
     def features(self, obs: list) -> tuple[torch.Tensor, torch.Tensor]:
         """The last hidden layers [B, F] of policy and value function."""

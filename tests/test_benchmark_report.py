@@ -854,7 +854,7 @@ def test_a_run_of_b_that_can_not_be_read_is_missed(tmp_path, capsys):
 def test_scales():
     rows = table(data.SCALES)
     assert all(float(row["low"]) < float(row["high"]) and row["source"] for row in rows)
-    from benchmark.published.scales import random_return
+    from benchmark.published.studies.scales import random_return
 
     known = {row["env_id"]: float(row["low"]) for row in rows}
     returns = random_return("CartPole-v1", 30)

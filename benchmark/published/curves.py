@@ -270,7 +270,8 @@ def humanoid():
     save(figure, "ppo_cma_humanoid")
 
 
-PATCHES = {x.stem: x.read_text().splitlines() for x in (RESULTS.parent / "changes").glob("*.patch")}
+CHANGED = (RESULTS.parent / "studies" / "changes").glob("*.patch")
+PATCHES = {path.stem: path.read_text().splitlines() for path in CHANGED}
 CHANGES = {
     "ppo_cma 1M-no-mirror": "negative advantages are dropped, not mirrored",
     "ppo_cma 1M-H1": "the variance is fitted to one iteration, H = 1",
