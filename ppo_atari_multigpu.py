@@ -62,33 +62,34 @@ RANK = int(os.environ.get("RANK", 0))  # of this process, by torchrun; 0 alone w
 
 @dataclass
 class Args:
-    exp_name: str = Path(__file__).stem  # the experiment's name, part of the run's
-    seed: int = 1  # of everything: network, actions, minibatches and environments
-    torch_deterministic: bool = True  # torch.backends.cudnn.deterministic
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's name
+    seed: int = 1  # seeds the network, actions, minibatches and environments
+    torch_deterministic: bool = True  # sets torch.backends.cudnn.deterministic
     cuda: bool = True  # use GPUs if there are any
     device_ids: list[int] = field(default_factory=list)  # GPU of each process of a node: 0 0 1 1
     backend: Literal["gloo", "nccl", "mpi"] | None = None  # default nccl, if none share a GPU
-    num_threads: int = 0  # CPU threads of torch in a process; 0: the node's cores, shared out
-    env_threads: int = 0  # CPU threads of a process's environments; 0: the same
+    num_threads: int = 0  # CPU threads of torch in a process; 0: an equal share of the node's cores
+    env_threads: int = 0  # CPU threads of a process's environments; 0: as for --num-threads
     channels_last: bool = True  # convolutions in channels-last order: same results to rounding
     bf16: bool = False  # convolutions and hidden layer in bfloat16: faster if the hardware has it
-    compile: bool = False  # compile the update, if there is a compiler: same results to rounding
+    compile: bool = False  # compile the update if a compiler works: same results to rounding
     cudagraphs: bool = False  # on a GPU, compile, and make acting and gradients CUDA graphs
     track: bool = False  # also log to Weights and Biases
-    wandb_project_name: str = "ppo"  # its project
-    wandb_entity: str | None = None  # its entity (team)
+    wandb_project_name: str = "ppo"  # project in Weights and Biases
+    wandb_entity: str | None = None  # team (entity) in Weights and Biases
+    quiet: bool = False  # print no line per episode
     capture_video: bool = False  # record the evaluation, after training or with --evaluate
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
-    run_dir: Path | None = None  # default runs/{env_id}__{exp_name}__{seed}__{time}
-    resume: Path | None = None  # go on with the run in this folder, with its own arguments
-    evaluate: Path | None = None  # play the greedy actions of the run in this folder, and exit
+    run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
+    resume: Path | None = None  # continue the run in this folder with its own arguments
+    evaluate: Path | None = None  # play the policy of the run in this folder greedily, and exit
     eval_episodes: int = 10  # games played by --evaluate
     checkpoint_interval: int = 20  # iterations between checkpoints
 
     # Algorithm
     env_id: str = "Breakout-v5"  # or BreakoutNoFrameskip-v4; ALE/Breakout-v5: sticky actions
     total_timesteps: int = 10_000_000  # steps in all environments, rounded down to iterations
-    learning_rate: float = 2.5e-4  # Adam's, in the first iteration
+    learning_rate: float = 2.5e-4  # Adam's learning rate in the first iteration
     num_envs: int = 8  # environments played side by side, of all processes together
     local_num_envs: int = 0  # if given, environments of each process, instead of --num-envs
     num_steps: int = 128  # steps in each environment per iteration
@@ -99,11 +100,11 @@ class Args:
     update_epochs: int = 4  # passes over an iteration's samples
     norm_adv: bool = True  # normalize advantages within each minibatch, over all processes
     clip_coef: float = 0.1  # epsilon of the clipped surrogate
-    clip_vloss: bool = True  # clip the change of the value, too
+    clip_vloss: bool = True  # also clip the change of the value
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    max_grad_norm: float = 0.5  # largest norm of the gradient over all parameters
-    target_kl: float | None = None  # no further epoch once the mean approx_kl of one exceeds it
+    max_grad_norm: float = 0.5  # the gradient of all parameters is scaled down to this norm
+    target_kl: float | None = None  # stop the epochs once the mean approx_kl of one exceeds this
     world_size: int = 0  # computed: number of processes, torchrun's
     batch_size: int = 0  # computed: num_envs * num_steps
     minibatch_size: int = 0  # computed: batch_size // num_minibatches
@@ -149,8 +150,6 @@ def check(args, low: dict, high: dict):
             least, most = low.get(name, 0 if fraction else 1), high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
-    if not args.exp_name:
-        raise ValueError("--exp-name '': a name is wanted")
     if args.resume and (args.run_dir or args.evaluate):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
@@ -588,6 +587,8 @@ class Run:
             more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one, however often resumed
             self.wandb = wandb.init(name=self.folder.name, **project, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
+        table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
+        self.writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *table]))
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
@@ -613,11 +614,12 @@ class Run:
     def log_episodes(self, ended: list[tuple[int, float, int]]):
         """Log the (environment, return, length) of the episodes that one step has ended: a row
         each, and for TensorBoard, which has one value a step, their mean."""
-        for _, episodic_return, length in ended:
+        for _, score, length in ended:
             seconds = time.monotonic() - self.start
-            self.csv.write(f"{self.global_step},{seconds:.2f},{episodic_return},{length}\n")
-            self.bar.write(f"global_step={self.global_step}, episodic_return={episodic_return:.4f}")
-            self.returns.append(episodic_return)
+            self.csv.write(f"{self.global_step},{seconds:.2f},{score},{length}\n")
+            if not self.args.quiet:
+                self.bar.write(f"global_step={self.global_step}, episodic_return={score:.4f}")
+            self.returns.append(score)
         self.rows += len(ended)
         _, returns, lengths = zip(*ended, strict=True)
         self.writer.add_scalar("charts/episodic_return", np.mean(returns), self.global_step)
@@ -678,8 +680,6 @@ def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
     content, path = {}, Path(folder) / "checkpoint.pt"
     try:
-        if not path.is_file():
-            raise FileNotFoundError(path.name)
         with zipfile.ZipFile(path) as file:
             if file.testzip():
                 raise ValueError("it is damaged")

@@ -837,7 +837,7 @@ def test_another_exp_name_is_a_variant_of_its_own(tmp_path, capsys):
     by_hand(tmp_path / "runs" / "again", "wide", 3, 1.0)
     code, error = ends(capsys, report, [tmp_path / "runs"], tmp_path / "out")
     assert code == 2 and "a second run of ppo wide on A-v0 with seed 3" in error
-    assert "give one another --exp-name" in error
+    assert "give one another --variant or --exp-name" in error
 
 
 def test_a_run_of_b_that_can_not_be_read_is_missed(tmp_path, capsys):
@@ -854,7 +854,7 @@ def test_a_run_of_b_that_can_not_be_read_is_missed(tmp_path, capsys):
 def test_scales():
     rows = table(data.SCALES)
     assert all(float(row["low"]) < float(row["high"]) and row["source"] for row in rows)
-    from benchmark.published.scales import random_return
+    from benchmark.published.studies.scales import random_return
 
     known = {row["env_id"]: float(row["low"]) for row in rows}
     returns = random_return("CartPole-v1", 30)

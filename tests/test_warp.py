@@ -19,7 +19,7 @@ from replay import Waits, no_graphs_but_tapes
 
 import ppo_continuous_action
 import ppo_continuous_action_warp as script
-from benchmark.published import bootstrap
+from benchmark.published.studies import bootstrap
 from ppo_continuous_action_warp import Args, DeviceEnvs, Pendulum
 
 SMALL = (

@@ -18,6 +18,7 @@ from benchmark.published import RESULTS
 from benchmark.stats import running_mean
 
 BLUE = "#0072B2"
+SKY = "#56B4E9"
 ORANGE = "#D55E00"
 
 
@@ -245,7 +246,32 @@ def modes():
     report.save(figure, looks, RESULTS, "ppo_cma_modes", svg=False)
 
 
-PATCHES = {x.stem: x.read_text().splitlines() for x in (RESULTS.parent / "changes").glob("*.patch")}
+def humanoid():
+    """PPO-CMA on Humanoid: its seeds, its PPO mode's, and the points of the original's figure."""
+    figure, axis = panels(1, 8.0, 4.6)
+    for variant, color, label in (
+        ("anneal-lr", BLUE, "ppo_cma.py"),
+        ("default", SKY, "with --no-anneal-lr, as the original"),
+        ("5M-ppo-0.1", "0.55", "with --mode ppo, to 5M steps"),
+    ):
+        own = runs("Humanoid-v4", "ppo_cma", variant)
+        for run in own:
+            name = f"{label}, {len(own)} seeds" if run is own[0] else None
+            returns = running_mean(run.returns)
+            axis.plot(run.steps / 1e6, returns, color=color, linewidth=0.9, label=name)
+    for algorithm, look in (("ppo-cma-m N=32k", "o"), ("ppo N=32k", "x")):
+        found = (x for x in anchors("Humanoid-v2") if x.algorithm == algorithm)
+        points = sorted((x.steps / 1e6, x.score) for x in found)
+        name = f"original {algorithm.split()[0]}, mean of 3 seeds"
+        axis.plot(*np.transpose(points), look, color=ORANGE, label=name)
+    axis.set(xlabel="million environment steps", ylabel="training return, last 100 episodes")
+    axis.set_xlim(left=0)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    save(figure, "ppo_cma_humanoid")
+
+
+CHANGED = (RESULTS.parent / "studies" / "changes").glob("*.patch")
+PATCHES = {path.stem: path.read_text().splitlines() for path in CHANGED}
 CHANGES = {
     "ppo_cma 1M-no-mirror": "negative advantages are dropped, not mirrored",
     "ppo_cma 1M-H1": "the variance is fitted to one iteration, H = 1",
