@@ -890,7 +890,7 @@ def test_another_exp_name_is_a_variant_of_its_own(tmp_path, capsys):
     by_hand(tmp_path / "runs" / "again", "wide", 3, 1.0)
     code, error = ends(capsys, report, [tmp_path / "runs"], tmp_path / "out")
     assert code == 2 and "a second run of ppo wide on A-v0 with seed 3" in error
-    assert "give one another --exp-name" in error
+    assert "give one another --variant or --exp-name" in error
 
 
 def test_a_run_of_b_that_can_not_be_read_is_missed(tmp_path, capsys):

@@ -506,6 +506,16 @@ def gpu_games() -> str:
     return table("games, threads | memory given back | memory kept", list(rows.values()))
 
 
+def gpu_overlap() -> str:
+    """What serving games in two halves would bring, by gpu_overlap.py --model."""
+    rows = []
+    for row in data.read_csv(RESULTS / "gpu/overlap-model.csv"):
+        cells = [f"{row['games']:.0f}", f"{row['acting']:.1f}"]
+        cells += [f"{row[way]:.2f}" for way in ("together", "halves")]
+        rows.append([*cells, f"{row['gain']:.2f}"])
+    return table("games | acting takes | a step, together | a step, in halves | ratio", rows)
+
+
 def gpu_warp() -> str:
     """Steps per second of the parts of an iteration by MuJoCo Warp, by gpu_warp.py."""
     rows = {}
@@ -521,7 +531,7 @@ BLOCKS = {
     for make in (
         scores, speeds, study_speed, clipped_results, control, goals, helped, bootstrap,
         cma_results, humanoid, kl_results, atari_results, atari_speed, gpu_atari, gpu_games,
-        gpu_warp,
+        gpu_overlap, gpu_warp,
     )
 }  # fmt: skip
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
