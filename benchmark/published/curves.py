@@ -173,7 +173,7 @@ CLIPPED |= dict.fromkeys(("CartPole-v1", "Acrobot-v1", "MountainCar-v0"), "ppo")
 def kl_adaptive():
     """ppo_kl_adaptive.py: single seeds, their median, and Coady's run."""
     env_ids = ("HalfCheetah-v4", "Swimmer-v4", "Hopper-v4", "Walker2d-v4", "InvertedPendulum-v4")
-    figure, axes = panels(len(env_ids), 4.0, 3.8)
+    figure, axes = report.panels(len(env_ids))
     for env_id, axis in zip(env_ids, axes, strict=True):
         curves = by_batch(env_id)
         values = [running_mean(curve.returns, 5) for curve in curves]
@@ -187,7 +187,8 @@ def kl_adaptive():
         axis.plot(*np.transpose(points), "o--", color=ORANGE, ms=4)
         axis.set(title=f"{env_id}, {len(curves)} seeds", xlabel="episodes")
         axis.set_xlim(left=0)
-    axes[0].set_ylabel("training return")
+    for axis in axes[::3]:
+        axis.set_ylabel("training return")
     names = ("a seed of ppo_kl_adaptive.py", "median of the seeds", "published: one run, Gym v1")
     handles = [axes[0].lines[i] for i in (0, -2, -1)]
     figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False)
