@@ -37,7 +37,7 @@ ALGORITHM = {
 }  # fmt: skip
 # but for these, which two siblings have in common
 SIBLINGS = {
-    ("ppo", NOISE): {"load", "make_envs", "restore", "save", "train"},
+    ("ppo", NOISE): {"evaluate", "load", "make_envs", "play", "restore", "save", "train"},
     (CMA, KL): {"make_env", "make_envs"},
     (CMA, NOISE): {"make_env"},
     (LSTM, PROCGEN): {"restore", "save"},
