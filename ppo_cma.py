@@ -265,16 +265,14 @@ class Envs:
         seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
         seed_others(seed)
         obs, _ = self.envs[i].reset(seed=seed)
-        self.obs[i] = np.reshape(obs, self.observation_space.shape)
+        self.obs[i] = np.asarray(obs).reshape(self.observation_space.shape)
 
     def play(self, i: int, shaped: np.ndarray):
         """Hold an action for `action_repeat` steps of an environment or to its episode's end: the
         sum of the rewards, terminated, truncated."""
         rewards = self.rewards[i]
         total = 0.0
-        over = False
-        last = len(rewards) + self.args.action_repeat
-        while len(rewards) < last and not over:
+        for _ in range(self.args.action_repeat):
             obs, reward, terminated, truncated, _ = self.envs[i].step(shaped.copy())
             try:
                 rewards.append(float(np.asarray(reward).item()))
@@ -284,10 +282,14 @@ class Envs:
                 hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
                 raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
             total += rewards[-1]
-        self.obs[i] = np.reshape(obs, self.observation_space.shape)
+            if over:
+                break
+        self.obs[i] = np.asarray(obs).reshape(self.observation_space.shape)
         self.over[i] = over
         self.lengths[i] = len(rewards)
-        if len(rewards) > 100_000 and not over:
+        if over:
+            self.ended.append((self.numbers[i], math.fsum(rewards), len(rewards)))
+        elif len(rewards) > 100_000:
             hint = """max_episode_steps, --env-kwargs '{"max_episode_steps": 1000}'"""
             raise TimeoutError(f"100,000 steps, no end: whole episodes need {hint}")
         return total, terminated, truncated
@@ -295,19 +297,16 @@ class Envs:
     def step(self, actions: np.ndarray, going: np.ndarray):
         """Take actions [N, A] in the environments that are `going` [N]: rewards, terminated,
         truncated [N]."""
-        rewards = np.zeros(len(actions))
-        terminated = np.zeros(len(actions), bool)
-        truncated = np.zeros(len(actions), bool)
+        rewards = [0.0] * len(actions)  # lists are filled faster than arrays
+        terminated = [False] * len(actions)
+        truncated = [False] * len(actions)
         self.ended = []
         shaped = to_env(self.action_space, actions)
         for i in going.nonzero()[0].tolist():
             if self.over[i]:
                 self.reset(i)
-                continue
-            rewards[i], terminated[i], truncated[i] = self.play(i, shaped[i])
-            if self.over[i]:
-                both = math.fsum(self.rewards[i]), len(self.rewards[i])
-                self.ended.append((self.numbers[i], *both))
+            else:
+                rewards[i], terminated[i], truncated[i] = self.play(i, shaped[i])
         return rewards, terminated, truncated
 
     def shown(self) -> dict[str, np.ndarray]:

@@ -64,6 +64,7 @@ class Args:
     cuda: bool = True  # use a GPU if there is one; without, this is the wrong script for MuJoCo
     num_threads: int = 1  # CPU threads of torch
     cudagraphs: bool = True  # on a GPU, record rollout and update, and replay them
+    tf32: bool = False  # on a GPU, matrix products to three digits (TensorFloat32): faster
     track: bool = False  # also log to Weights and Biases
     wandb_project_name: str = "ppo"  # project in Weights and Biases
     wandb_entity: str | None = None  # team (entity) in Weights and Biases
@@ -919,6 +920,7 @@ def train(args: Args) -> Path:
     """Train, or go on training; returns the run's folder."""
     torch.set_num_threads(args.num_threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cuda.matmul.allow_tf32 = args.tf32
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
     torch.manual_seed(args.seed)

@@ -80,7 +80,7 @@ class Args:
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
     run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: Path | None = None  # continue the run in this folder with its own arguments
-    evaluate: Path | None = None  # play the run in this folder, greedily and sampled, and exit
+    evaluate: Path | None = None  # play the run in this folder, greedily and with drawn actions
     eval_episodes: int = 10  # episodes of an evaluation, greedy and sampled
     checkpoint_interval: int = 20  # iterations between checkpoints
 
@@ -794,7 +794,7 @@ class Agent(nn.Module):
             else:
                 x = x.permute(0, 3, 1, 2)  # in memory, channels are last
                 images.append(x if self.args.channels_last else x.contiguous())
-        return images, torch.cat(vectors, dim=-1) if vectors else x.new_zeros(len(x), 0)
+        return images, torch.cat(vectors, dim=-1) if vectors else x.new_zeros(x.shape[0], 0)
 
     def features(self, obs: list) -> tuple[torch.Tensor, torch.Tensor]:
         """The last hidden layers [B, F] of policy and value function."""
