@@ -73,7 +73,7 @@ class Args:
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
     run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: Path | None = None  # continue the run in this folder with its own arguments
-    evaluate: Path | None = None  # play the policy of the run in this folder greedily, and exit
+    evaluate: Path | None = None  # play the run in this folder, greedily and with drawn actions
     eval_episodes: int = 10  # games played by --evaluate
     checkpoint_interval: int = 20  # iterations between checkpoints
 
@@ -616,9 +616,18 @@ def drawn_envs(args: Args) -> Envs:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play `eval_episodes` games greedily with the agent saved in `args.evaluate`; print each score
-    and, with `capture_video`, record them into its videos/. Writes nothing else."""
+    """Play the run in `args.evaluate` greedily, then with drawn actions as in training; returns the
+    greedy returns. `capture_video` records it into its videos/."""
     torch.set_num_threads(args.num_threads or 1)
+    greedy = play(args, "eval")
+    drawn = play(args, "drawn")
+    for name, returns in (("greedy", greedy), ("drawn", drawn)):
+        print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
+    return greedy
+
+
+def play(args: Args, name: str) -> list[float]:
+    """Returns of `eval_episodes` episodes, printed under this name; those of "drawn" are drawn."""
     played, videos = replace(args, seed=episode_seed(args.seed, 2**31)), args.evaluate / "videos"
     if args.capture_video:
         refuse_links(args.evaluate)
@@ -630,24 +639,25 @@ def evaluate(args: Args) -> list[float]:
     steps = 0  # of the game so far
     with contextlib.closing(envs):
         agent, _ = load(args.evaluate, envs)
+        rng = np.random.default_rng(played.seed)
         state = agent.initial_state(1)
         while len(returns) < args.eval_episodes:
             state[:, envs.first] = 0.0  # where training cleared it
-            envs.step(agent.act(envs.obs, state=state))
+            noise = rng.gumbel(size=(1, len(agent.actor.bias))) if name == "drawn" else None
+            envs.step(agent.act(envs.obs, noise, state=state))
             steps += 1
             if args.capture_video:
                 frames.append(envs.vector.render(env_ids=[0])[0])
             for _, episodic_return, _ in envs.ended:
-                said = f"eval_episode={len(returns)}, episodic_return={episodic_return:.2f}"
+                said = f"{name}_episode={len(returns)}, episodic_return={episodic_return:.2f}"
                 print(said, flush=True)
                 if args.capture_video:
-                    save_frames(frames, videos, len(returns))
+                    save_frames(frames, videos, len(returns), name_prefix=name)
                 returns.append(episodic_return)
                 frames = []
                 steps = 0
             if steps > 100_000:
                 fail("100,000 steps, and the game has no end")
-    print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
 
 

@@ -82,7 +82,7 @@ class Args:
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
     run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: Path | None = None  # continue the run in this folder with its own arguments
-    evaluate: Path | None = None  # play the policy of the run in this folder greedily, and exit
+    evaluate: Path | None = None  # play the run in this folder, greedily and with drawn actions
     eval_episodes: int = 10  # games played by --evaluate
     checkpoint_interval: int = 20  # iterations between checkpoints
 
@@ -435,14 +435,6 @@ def advantage_moments(batch: Batch, rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([mean, std, count.clamp(min=1.0)], dim=-1).float()
 
 
-def variance(x: torch.Tensor, weights: torch.Tensor) -> float:
-    """Of samples [B] with weights 0 or 1, over all processes."""
-    powers = [(x.double().pow(k) * weights).sum() for k in (0, 1, 2)]
-    count, total, squares = world_sum(torch.stack(powers)).tolist()
-    count = max(count, 1.0)
-    return squares / count - (total / count) ** 2
-
-
 def update(agent, data: Rollout, iteration: int, rate: float, args: Args, gradient=minibatch_grad):
     """One iteration of learning from a rollout; returns the metrics, averaged over minibatches."""
     check_views(agent)
@@ -471,9 +463,12 @@ def update(agent, data: Rollout, iteration: int, rate: float, args: Args, gradie
             break
     means = torch.stack(metrics).mean(dim=0).tolist()
     metrics = {f"losses/{name}": mean for name, mean in zip(METRICS, means, strict=True)}
-    unexplained = variance(batch.returns - batch.values, batch.weights)
-    unexplained /= max(variance(batch.returns, batch.weights), 1e-12)
-    return metrics | {"losses/explained_variance": 1.0 - unexplained}
+    x = torch.stack([batch.returns - batch.values, batch.returns]).double()
+    w = batch.weights.expand_as(x)
+    count, total, squares = world_sum(torch.stack([w, w * x, w * x.square()]).sum(dim=-1))
+    count = count.clamp(min=1.0)
+    unexplained, variance = (squares / count - (total / count).square()).tolist()
+    return metrics | {"losses/explained_variance": 1.0 - unexplained / max(variance, 1e-12)}
 
 
 # --- rollout --------------------------------------------------------------------------------------
@@ -501,8 +496,8 @@ def start(agent: Agent, envs: Envs, args: Args) -> tuple[dict, Rollout]:
 
 @torch.no_grad()
 def acting_step(agent: Agent, at: dict, data: Rollout) -> torch.Tensor:
-    """Actions [N] at the observations `at` hand, which both become the rollout's next row. All is
-    done in place, on the device, so that a CUDA graph can hold it."""
+    """Actions [N] at the present observations; both become the rollout's next row. All is done in
+    place, on the device, so that a CUDA graph can hold it."""
     t = at["t"]
     policy, values = agent.policy(at["obs"])
     actions = (policy + at["noise"][t].squeeze(0)).argmax(dim=-1)
@@ -727,9 +722,18 @@ def drawn_envs(args: Args) -> Envs:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play `eval_episodes` games greedily with the agent saved in `args.evaluate`; print each score
-    and, with `capture_video`, record them into its videos/. Writes nothing else."""
+    """Play the run in `args.evaluate` greedily, then with drawn actions as in training; returns the
+    greedy returns. `capture_video` records it into its videos/."""
     torch.set_num_threads(args.num_threads or 1)
+    greedy = play(args, "eval")
+    drawn = play(args, "drawn")
+    for name, returns in (("greedy", greedy), ("drawn", drawn)):
+        print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
+    return greedy
+
+
+def play(args: Args, name: str) -> list[float]:
+    """Returns of `eval_episodes` episodes, printed under this name; those of "drawn" are drawn."""
     played, videos = replace(args, seed=episode_seed(args.seed, 2**31)), args.evaluate / "videos"
     if args.capture_video:
         refuse_links(args.evaluate)
@@ -738,25 +742,21 @@ def evaluate(args: Args) -> list[float]:
     else:
         envs = Envs(played, slice(0, 1))
     returns, frames = [], []
-    steps = 0  # of the game so far
     with contextlib.closing(envs):
         agent, _ = load(args.evaluate, envs)
+        rng = np.random.default_rng(played.seed)
         while len(returns) < args.eval_episodes:
-            envs.step(agent.act(envs.obs))
-            steps += 1
+            noise = rng.gumbel(size=(1, len(agent.actor.bias))) if name == "drawn" else None
+            envs.step(agent.act(envs.obs, noise))
             if args.capture_video:
                 frames.append(envs.vector.render(env_ids=[0])[0])
             for _, episodic_return, _ in envs.ended:
-                said = f"eval_episode={len(returns)}, episodic_return={episodic_return:.2f}"
+                said = f"{name}_episode={len(returns)}, episodic_return={episodic_return:.2f}"
                 print(said, flush=True)
                 if args.capture_video:
-                    save_frames(frames, videos, len(returns))
+                    save_frames(frames, videos, len(returns), name_prefix=name)
                 returns.append(episodic_return)
                 frames = []
-                steps = 0
-            if steps > 100_000:
-                fail("100,000 steps, and the game has no end")
-    print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
 
 
@@ -949,9 +949,9 @@ def train(args: Args | None) -> Path | None:
         act = Recorded(acting_step) if args.cudagraphs and device.type == "cuda" else acting_step
         with stop_signals() as stop, Run(args, checkpoint) as run:
             if RANK == 0:
-                how = f"{device}, {'eager' if gradient is minibatch_grad else 'compiled'}"
-                how += f", iterations {run.iteration} to {args.num_iterations}, in {run.folder}"
-                run.bar.write(f"{args.env_id} on {args.world_size} x {how}")
+                how = "eager" if gradient is minibatch_grad else "compiled"
+                todo = f"iterations {run.iteration} to {args.num_iterations}, in {run.folder}"
+                run.bar.write(f"{args.env_id} on {args.world_size} x {device}, {how}, {todo}")
                 save(run, agent)
             stopped = False
             while run.iteration < args.num_iterations and not stopped:
@@ -959,8 +959,8 @@ def train(args: Args | None) -> Path | None:
                 learning_rate = remaining * args.learning_rate  # annealed (detail 4)
                 rollout(agent, envs, at, data, run, args, act)
                 metrics = update(agent, data, run.iteration, learning_rate, args, gradient)
-                check_finite(run.iteration, {"rewards": data.rewards})
-                check_finite(run.iteration, metrics | agent.state_dict())
+                found = {"rewards": data.rewards} | metrics | agent.state_dict()
+                check_finite(run.iteration, found)
                 run.log(metrics | {"charts/learning_rate": learning_rate})
                 if RANK == 0 and run.iteration % args.checkpoint_interval == 0:
                     save(run, agent)

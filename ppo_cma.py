@@ -297,9 +297,9 @@ class Envs:
     def step(self, actions: np.ndarray, going: np.ndarray):
         """Take actions [N, A] in the environments that are `going` [N]: rewards, terminated,
         truncated [N]."""
-        rewards = np.zeros(len(actions))
-        terminated = np.zeros(len(actions), bool)
-        truncated = np.zeros(len(actions), bool)
+        rewards = [0.0] * len(actions)  # lists are filled faster than arrays
+        terminated = [False] * len(actions)
+        truncated = [False] * len(actions)
         self.ended = []
         shaped = to_env(self.action_space, actions)
         for i in going.nonzero()[0].tolist():

@@ -82,7 +82,7 @@ class Args:
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
     run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: Path | None = None  # continue the run in this folder with its own arguments
-    evaluate: Path | None = None  # play the policy of the run in this folder greedily, and exit
+    evaluate: Path | None = None  # play the run in this folder, greedily and with drawn actions
     eval_episodes: int = 10  # episodes played by --evaluate
     checkpoint_interval: int = 10  # iterations between checkpoints
 
@@ -288,9 +288,9 @@ class Envs:
     def step(self, actions: np.ndarray, going: np.ndarray):
         """Take actions [N, A] or choices [N] in the environments that are `going` [N]: rewards,
         terminated, truncated [N]."""
-        rewards = np.zeros(len(actions))
-        terminated = np.zeros(len(actions), bool)
-        truncated = np.zeros(len(actions), bool)
+        rewards = [0.0] * len(actions)  # lists are filled faster than arrays
+        terminated = [False] * len(actions)
+        truncated = [False] * len(actions)
         self.ended = []
         shaped = to_env(self.action_space, actions)
         for i in going.nonzero()[0].tolist():
@@ -1074,12 +1074,22 @@ def drawn_env(args: Args) -> gym.Env:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily; `capture_video` records it into its videos/."""
+    """Play the run in `args.evaluate` greedily, then with drawn actions as in training; returns the
+    greedy returns. `capture_video` records it into its videos/."""
+    greedy = play(args, "eval")
+    drawn = play(args, "drawn")
+    for name, returns in (("greedy", greedy), ("drawn", drawn)):
+        print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
+    return greedy
+
+
+def play(args: Args, name: str) -> list[float]:
+    """Returns of `eval_episodes` episodes, printed under this name; those of "drawn" are drawn."""
     played = replace(args, seed=episode_seed(args.seed, 2**31))
     if args.capture_video:
         refuse_links(args.evaluate)
-        videos = str(args.evaluate / "videos")
-        env = gym.wrappers.RecordVideo(drawn_env(args), videos, lambda _: True, disable_logger=True)
+        videos, how = str(args.evaluate / "videos"), {"disable_logger": True, "name_prefix": name}
+        env = gym.wrappers.RecordVideo(drawn_env(args), videos, lambda _: True, **how)
         envs = Envs([env], played)
         print(f"videos: {videos}")
     else:
@@ -1087,19 +1097,19 @@ def evaluate(args: Args) -> list[float]:
     returns = []
     bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
     with contextlib.closing(envs), bar:
-        act = load(args.evaluate, envs)[0].numpy_actor()
+        agent, _ = load(args.evaluate, envs)
+        act = agent.numpy_actor()
         while len(returns) < args.eval_episodes:
+            noise = agent.noise(1) if name == "drawn" else None
             try:
-                envs.step(act(envs.obs, time=envs.lengths), np.ones(1, bool))
+                envs.step(act(envs.obs, noise, envs.lengths), np.ones(1, bool))
             except TimeoutError as error:
                 fail(str(error))
             bar.update()
             for _, episodic_return, _ in envs.ended:
-                said = f"eval_episode={len(returns)}, episodic_return={episodic_return:.2f}"
-                bar.clear()
-                print(said, flush=True)
+                said = f"episodic_return={episodic_return:.2f}"
+                bar.write(f"{name}_episode={len(returns)}, {said}")
                 returns.append(episodic_return)
-    print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
 
 

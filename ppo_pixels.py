@@ -80,7 +80,7 @@ class Args:
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
     run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: Path | None = None  # continue the run in this folder with its own arguments
-    evaluate: Path | None = None  # play the run in this folder, greedily and sampled, and exit
+    evaluate: Path | None = None  # play the run in this folder, greedily and with drawn actions
     eval_episodes: int = 10  # episodes of an evaluation, greedy and sampled
     checkpoint_interval: int = 20  # iterations between checkpoints
 

@@ -14,7 +14,7 @@ LINES = {
     "ppo_continuous_action": 1180,
     "ppo_cma": 1170,
     "ppo_kl_adaptive": 1240,
-    "ppo_atari_multigpu": 970,
+    "ppo_atari_multigpu": 1020,
     "ppo_atari_lstm": 795,
     "ppo_procgen": 770,
     "ppo_pettingzoo_ma_atari": 800,
@@ -37,7 +37,7 @@ ALGORITHM = {
 }  # fmt: skip
 # but for these, which two siblings have in common
 SIBLINGS = {
-    ("ppo", NOISE): {"evaluate", "load", "make_envs", "restore", "save", "train"},
+    ("ppo", NOISE): {"load", "make_envs", "restore", "save", "train"},
     (CMA, KL): {"make_env", "make_envs"},
     (CMA, NOISE): {"make_env"},
     (LSTM, PROCGEN): {"restore", "save"},
@@ -62,6 +62,7 @@ OWN = {
     "mlp": {KL, WARP},
     "own_envs": {ATARI, AGENTS},  # of a process of torchrun; a fresh one each episode
     "parse_args": {KL, ATARI, *GAMES},  # an environment without a flag; restarts; no modules
+    "start": {ATARI},  # games have begun
     "stop_signals": {ATARI},  # torchrun passes signals on
 }
 

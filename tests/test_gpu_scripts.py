@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from program import ROOT
 
-from benchmark.published import gpu_profile
+from benchmark.published import gpu_overlap, gpu_profile
 
 PUBLISHED = ROOT / "benchmark/published"
 
@@ -115,6 +115,20 @@ def test_time_of_an_iteration_by_its_parts(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "toy", toy_script(clock, fails=True))
     assert gpu_profile.main(str(table), "0.3", "toy", "--other") == 1
     assert table.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("games", "acting", "together", "halves"),
+    [
+        (16, 1.0, 3.0, 2.0),  # two games a core: the host acts while the other half's step
+        (8, 1.0, 2.0, 2.0),  # a game a core: each half steps as long as the whole
+        (8, 3.0, 4.0, 6.0),  # the host acts twice
+    ],
+)
+def test_what_serving_games_in_halves_would_take(games, acting, together, halves):
+    """On 8 cores, with steps that all take 1."""
+    found = [gpu_overlap.modelled([1.0], parts, games, 8, acting, 500) for parts in (1, 2)]
+    assert found == pytest.approx([together, halves], rel=0.01)
 
 
 def test_when_a_training_reached_a_return(tmp_path):
