@@ -20,6 +20,7 @@ LINES = {
     "ppo_pettingzoo_ma_atari": 800,
     "ppo_continuous_action_warp": 1000,
     "ppo_pixels": 1440,
+    "ppo_lstm": 1560,
     "ppo_pettingzoo": 1245,
 }
 EVERY = pytest.mark.parametrize("script", LINES)
@@ -27,7 +28,7 @@ EVERY = pytest.mark.parametrize("script", LINES)
 CMA, KL, ATARI = "ppo_cma", "ppo_kl_adaptive", "ppo_atari_multigpu"
 LSTM, PROCGEN, DUEL = "ppo_atari_lstm", "ppo_procgen", "ppo_pettingzoo_ma_atari"
 WARP, NOISE = "ppo_continuous_action_warp", "ppo_continuous_action"
-PIXELS, AGENTS = "ppo_pixels", "ppo_pettingzoo"
+PIXELS, AGENTS, MEMORY = "ppo_pixels", "ppo_pettingzoo", "ppo_lstm"
 GAMES = {LSTM, PROCGEN, DUEL}  # a state; levels; two players
 # The algorithm, its spaces, and what is kept of them: each script has its own
 ALGORITHM = {
@@ -45,12 +46,13 @@ SIBLINGS = {
     ("ppo", PROCGEN): {"ppo_loss"},
     ("ppo", WARP): {"ppo_loss"},
     (PROCGEN, DUEL): {"ppo_loss", "update"},
+    (PIXELS, MEMORY): {"Envs", "WorkerEnvs", "check_spaces", "evaluate", "make_env", "make_envs"},
 }
 # All else of one name is one text in all scripts but these
 OWN = {
     "PoolEnvs": {NOISE},  # returns seen from now
     "Run": {ATARI, WARP, DUEL},  # of rank 0; thousands of episodes at once; returns of two players
-    "WorkerEnvs": {PIXELS},  # observations of several parts
+    "WorkerEnvs": {PIXELS, MEMORY},  # observations of several parts
     "check": {ATARI, WARP, *GAMES},  # no arguments of environments
     "check_views": {ATARI},  # Adam has its own vector
     "drawn_env": {"ppo", WARP, AGENTS},  # no camera of MuJoCo's; another make_env
@@ -58,6 +60,7 @@ OWN = {
     "finish": {ATARI, WARP, AGENTS},  # of rank 0; no modules; known packages
     "flat_adam": {ATARI},  # torch's Adam
     "gae": {WARP, AGENTS},  # of tensors; with deaths
+    "judge": {MEMORY},  # whole environments
     "load_checkpoint": {AGENTS},  # known packages
     "mlp": {KL, WARP},
     "own_envs": {ATARI, AGENTS},  # of a process of torchrun; a fresh one each episode
@@ -161,6 +164,11 @@ DETAILS = {  # of the 37 of Huang et al. 2022; the rest are for recurrent networ
     + [f"continuous detail {n}" for n in (1, 2, 3, 5, 6, 7, 8, 9)]
     + ["MultiDiscrete detail 1"]
     + [f"Atari detail {n}" for n in (2, 5, 7, 8, 9)],
+    "ppo_lstm": [f"detail {n}" for n in range(1, 13)]
+    + [f"continuous detail {n}" for n in (1, 2, 3, 5, 6, 7, 8, 9)]
+    + ["MultiDiscrete detail 1"]
+    + [f"Atari detail {n}" for n in (2, 5, 7, 8, 9)]
+    + [f"LSTM detail {n}" for n in range(1, 6)],
     "ppo_pettingzoo_ma_atari": [f"detail {n}" for n in range(1, 13)]
     + [f"Atari detail {n}" for n in (1, 2, 5, 6, 7, 8, 9)],
 }

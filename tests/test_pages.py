@@ -23,6 +23,7 @@ import ppo_atari_multigpu
 import ppo_cma
 import ppo_continuous_action
 import ppo_kl_adaptive
+import ppo_lstm
 import ppo_pettingzoo
 import ppo_pixels
 
@@ -31,7 +32,7 @@ YOURS = (ROOT / "docs" / "your_environment.md").read_text()
 GYMNASIUM = (ppo, ppo_continuous_action, ppo_cma, ppo_kl_adaptive)
 SCRIPTS = {
     module.__name__: module
-    for module in (*GYMNASIUM, ppo_atari_multigpu, ppo_pixels, ppo_pettingzoo)
+    for module in (*GYMNASIUM, ppo_atari_multigpu, ppo_pixels, ppo_lstm, ppo_pettingzoo)
 }
 ALL = pytest.mark.parametrize("script", GYMNASIUM, ids=lambda module: module.__name__)
 

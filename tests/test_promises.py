@@ -37,6 +37,7 @@ import ppo_atari_multigpu
 import ppo_cma
 import ppo_continuous_action
 import ppo_kl_adaptive
+import ppo_lstm
 import ppo_pixels
 import ppo_procgen
 
@@ -64,12 +65,13 @@ SMALL = {
         "--env-threads 1",
     ),
     ppo_pixels: f"--env-id PromiseBox-v0 {SIZES} --num-threads 1",
+    ppo_lstm: f"--env-id PromiseBox-v0 {SIZES} --num-threads 1",
     ppo_procgen: (
         "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1 "
         "--env-threads 1 --num-levels 2 --eval-interval 1 --eval-episodes 2"
     ),
 }
-STEPS = dict(zip(SMALL, (44, 44, 40, 40, 32, 32, 44, 32), strict=True))  # of an iteration
+STEPS = dict(zip(SMALL, (44, 44, 40, 40, 32, 32, 44, 44, 32), strict=True))  # of an iteration
 ALL = pytest.mark.parametrize("script", SMALL, ids=lambda module: module.__name__)
 GYMNASIUM = [ppo, ppo_continuous_action, ppo_cma, ppo_kl_adaptive]
 COMPILED = [script for script in SMALL if script not in (ppo_cma, ppo_kl_adaptive)]
@@ -197,6 +199,11 @@ ITS_OWN = {
         ("--encoder resnet", "resnet"),
         ("--resize 84", "--resize 84: height and width are wanted, as 60x80"),
     ],
+    ppo_lstm: [
+        *CLIPPED,
+        ("--memory rnn", "rnn"),
+        ("--num-minibatches 9", "--num-minibatches 9: not in 1 ..."),
+    ],
     ppo_procgen: [
         *CLIPPED,
         ("--num-minibatches 19", "--minibatch-size 1: not in 2 ..."),
@@ -299,7 +306,7 @@ def test_a_saved_policy_is_complete(script, tmp_path, monkeypatch):
     named = "--save-model --exp-name a/name"  # the file gets the last part
     start(script, f"{named} --total-timesteps {2 * STEPS[script]} --run-dir {folder}")
     agent, args = script.load(folder)
-    if script in (*GYMNASIUM, ppo_pixels):
+    if script in (*GYMNASIUM, ppo_pixels, ppo_lstm):
         envs = gym.make(args.env_id)
     elif script is ppo_procgen:
         envs = Levels
@@ -310,7 +317,8 @@ def test_a_saved_policy_is_complete(script, tmp_path, monkeypatch):
     obs = np.stack([envs.observation_space.sample() for _ in range(99)])
 
     def act(agent):
-        state = {"state": agent.initial_state(99)} if script is ppo_atari_lstm else {}
+        recurrent = script in (ppo_atari_lstm, ppo_lstm)
+        state = {"state": agent.initial_state(99)} if recurrent else {}
         return agent.act(obs, **state)
 
     actions = act(saved[-1])

@@ -481,6 +481,19 @@ def atari_speed() -> str:
     return table(f" | {header}", rows)
 
 
+def recurrent_speed() -> str:
+    measured = data.read_csv(SPEED / "ppo_lstm.csv")
+    rows = []
+    for task in ("CartPoleNoVel-v1", "Noise-v0"):
+        speeds = {}
+        for row in (row for row in measured if row["task"] == task):
+            speeds.setdefault(row["program"], []).append(row["steps_per_cpu_second"])
+        for program, own in speeds.items():
+            ratios = [a / b for a, b in zip(own, speeds["RecurrentPPO"], strict=True)]
+            rows.append([task, program, f"{median(own):,.0f}", f"{median(ratios):.1f}"])
+    return table("task | program | steps per CPU second | to RecurrentPPO", rows)
+
+
 def gpu_atari() -> str:
     """Milliseconds of an iteration's parts on a GPU, by gpu_profile.py."""
     rows = []
@@ -530,8 +543,8 @@ BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
         scores, speeds, study_speed, clipped_results, control, goals, helped, bootstrap,
-        cma_results, humanoid, kl_results, atari_results, atari_speed, gpu_atari, gpu_games,
-        gpu_overlap, gpu_warp,
+        cma_results, humanoid, kl_results, atari_results, atari_speed, recurrent_speed,
+        gpu_atari, gpu_games, gpu_overlap, gpu_warp,
     )
 }  # fmt: skip
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Every published number of ppo_lstm.py: runs (given again, it goes on), tables. RUNS=folder may be set.
+# pip install popgym minigrid "gymnasium[box2d]" envpool. Beside each task the same without a memory.
+. "$(dirname "$0")/bench.sh"
+novel=benchmark.published.novel
+script="python ppo_lstm.py --num-threads 1"
+lstm() { bench --workers 1 --num-seeds 3 "$@"; }
+none() { bench --workers 1 --num-seeds 1 --variant none "$@"; }
+
+cartpole="--memory-size 64 --learning-rate 1e-3 --update-epochs 10 --gamma 0.98 --gae-lambda 0.9 --ent-coef 0 --total-timesteps 100000"
+lstm --env-ids $novel:CartPoleNoVel-v1 --command "$script $cartpole"
+none --env-ids $novel:CartPoleNoVel-v1 --command "$script $cartpole --memory none"
+
+pendulum="--memory-size 64 --separate-critic --num-steps 256 --learning-rate 1e-3 --update-epochs 10 --gamma 0.9 --ent-coef 0 --total-timesteps 100000"
+lstm --env-ids $novel:PendulumNoVel-v1 --command "$script $pendulum"
+none --env-ids $novel:PendulumNoVel-v1 --command "$script $pendulum --memory none"
+
+repeat="--memory gru --previous-action --num-envs 16 --num-steps 104 --learning-rate 1e-3 --total-timesteps 300000"
+lstm --env-ids popgym:popgym-RepeatPreviousEasy-v0 --command "$script $repeat"
+none --env-ids popgym:popgym-RepeatPreviousEasy-v0 --command "$script $repeat --memory none"

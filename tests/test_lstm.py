@@ -1,0 +1,581 @@
+"""ppo_lstm.py: the memory's state where episodes begin and end, its replay in learning, acting with
+it, and the script as a program. What it shares with ppo_pixels.py is tested in test_pixels*.py."""
+
+import re
+import signal
+from itertools import pairwise
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from program import ROOT, assert_same, rows, run, scalars, status, train_until_killed
+
+import ppo_atari_lstm
+import ppo_lstm as script
+import ppo_pixels
+from ppo_lstm import Args, Memory
+
+SMALL = (
+    "--num-envs 4 --num-steps 16 --num-minibatches 2 --update-epochs 2 --num-threads 1 --no-cuda"
+)
+CUE = "benchmark.published.novel:Cue-v0"
+EVERYTHING = "--memory gru --previous-action --separate-critic --memory-size 16"
+MEMORIES = pytest.mark.parametrize(
+    "flags", ["", "--memory gru", "--previous-action", EVERYTHING], ids=str
+)
+
+
+class Known(gym.Env):
+    """Random vectors; episodes of 3, 4, 5, ... 9 steps and again, of which those of odd length
+    terminate and the others are cut off. A choice between three and two numbers."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (5,), np.float32)
+    action_space = spaces.Tuple([spaces.Discrete(3), spaces.Box(-1, 3, (2,))])
+
+    def __init__(self, mask=None):
+        self.info = {} if mask is None else {"action_mask": np.array(mask)}
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t, self.length = 0, 3 + seed % 7
+        return self.look(), self.info
+
+    def look(self):
+        return self.np_random.normal(size=5).astype(np.float32)
+
+    def step(self, action):
+        self.t += 1
+        over, odd = self.t == self.length, self.length % 2 == 1
+        return self.look(), float(action[0]), over and odd, over and not odd, self.info
+
+
+gym.register("Known-v0", Known)
+
+
+def parse(flags: str = "", env_id: str = "Known-v0") -> Args:
+    return script.parse_args(f"--env-id {env_id} {SMALL} {flags}".split())
+
+
+def train(folder: Path, flags: str = "", env_id: str = "Known-v0", module=script) -> Path:
+    argv = f"--env-id {env_id} --run-dir {folder} {SMALL} {flags}".split()
+    return module.train(module.parse_args(argv))
+
+
+def checkpoint(folder: Path) -> dict:
+    found = torch.load(folder / "checkpoint.pt", weights_only=True)
+    del found["args"], found["script"]
+    return found
+
+
+def make_agent(args: Args, env=None):
+    """A new agent, whose memory and heads are louder: what it remembers shows more."""
+    torch.manual_seed(args.seed)
+    agent = script.Agent(env or Known(), args)
+    with torch.no_grad():
+        for memory in agent.memories:
+            for parameter in memory.parameters():
+                parameter *= 3.0
+        agent.critic.weight *= 3.0
+        agent.actor.weight *= 30.0
+    agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5)
+    return agent
+
+
+class Log:
+    """What rollout needs of a Run."""
+
+    def __init__(self):
+        self.global_step, self.iteration, self.rows = 0, 0, []
+
+    def log_episodes(self, ended):
+        self.rows += ended
+
+
+class Game:
+    """Environments, an agent and its state; `roll()` is the next rollout."""
+
+    def __init__(self, args: Args):
+        self.args, self.log = args, Log()
+        self.envs, self.agent = script.make_envs(args, args.num_envs), make_agent(args)
+        self.state = self.agent.initial_state(args.num_envs)
+
+    def roll(self) -> script.Rollout:
+        given = self.agent, self.envs, self.state, self.log, self.args
+        data, self.state = script.rollout(*given)
+        return data
+
+
+# --- the memory -----------------------------------------------------------------------------------
+def cell(net, x, state):
+    """A step as in the book: x [F], state [S]; the output [H] and the state after."""
+    w_ih, w_hh, b_ih, b_hh = net.parameters()
+    if isinstance(net, torch.nn.GRU):
+        ir, iz, i_n = (w_ih @ x + b_ih).chunk(3)
+        hr, hz, hn = (w_hh @ state + b_hh).chunk(3)
+        n = (i_n + (ir + hr).sigmoid() * hn).tanh()
+        z = (iz + hz).sigmoid()
+        h = (1 - z) * n + z * state
+        return h, h
+    h, c = state.chunk(2)
+    i, f, g, o = (w_ih @ x + b_ih + w_hh @ h + b_hh).chunk(4)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    h = o.sigmoid() * c.tanh()
+    return h, torch.cat([h, c])
+
+
+def slow_memory(memory, inputs, state, first):
+    """`Memory.replay`, row by row and environment by environment."""
+    T, N, _ = inputs.shape
+    states, outputs = [*state], []
+    for t in range(T):
+        for i in range(N):
+            if first[t, i]:
+                states[i] = torch.zeros_like(states[i])
+            output, states[i] = cell(memory.net, inputs[t, i], states[i])
+            outputs.append(output)
+    return torch.stack(outputs).view(T, N, -1)
+
+
+def loud(kind, inputs, size):
+    memory = Memory(kind, inputs, size)
+    with torch.no_grad():
+        for parameter in memory.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return memory
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+@pytest.mark.parametrize("often", [0.0, 0.2, 1.0])
+def test_a_whole_sequence_is_what_a_cell_gives_row_by_row(kind, often):
+    """Outputs and all gradients, in one call."""
+    T, N, F, H = 9, 3, 6, 8
+    torch.manual_seed(0)
+    memory, calls, found = loud(kind, F, H), [], []
+    memory.net.register_forward_pre_hook(lambda net, given: calls.append(given[0].shape))
+    inputs, first = torch.randn(T, N, F, requires_grad=True), torch.rand(T, N) < often
+    state = torch.randn(N, memory.state_size, requires_grad=True)
+    weights = torch.randn(T, N, H)
+    assert memory.state_size == {"lstm": 16, "gru": 8}[kind]
+    for replay in (memory.replay, lambda *given: slow_memory(memory, *given)):
+        output = replay(inputs, state, first)
+        sources = [inputs, state, *memory.parameters()]
+        grads = torch.autograd.grad((output * weights).sum(), sources, materialize_grads=True)
+        found.append([output.detach(), *grads])
+    for fast, slow in zip(*found, strict=True):
+        torch.testing.assert_close(fast, slow, atol=1e-5, rtol=1e-4)
+    lengths = []
+    for i in range(N):
+        begins = [0, *(t for t in range(1, T) if first[t, i]), T]
+        lengths += np.diff(begins).tolist()
+    assert calls == [(max(lengths), len(lengths), F)]
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_row_by_row_calls_give_the_same(kind):
+    """As in acting: each call goes on with the state that the last one left."""
+    torch.manual_seed(0)
+    memory, inputs = loud(kind, 3, 4), torch.randn(12, 5, 3)
+    state, first = torch.randn(5, memory.state_size), torch.rand(12, 5) < 0.2
+    whole = memory.replay(inputs, state, first)
+    for t in range(12):
+        state[first[t]] = 0.0
+        output, state = memory(inputs[t : t + 1], state)
+        torch.testing.assert_close(output[0], whole[t], atol=1e-6, rtol=1e-5)
+    with torch.no_grad():
+        other = memory.replay(inputs, torch.zeros_like(state), first)
+    assert (other - whole)[0].abs().max() > 0.01
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_gradients_flow_through_an_episode_and_stop_where_it_begins(kind):
+    T, N = 8, 2
+    torch.manual_seed(0)
+    memory = Memory(kind, 3, 4)
+    inputs = torch.randn(T, N, 3, requires_grad=True)
+    state = torch.randn(N, memory.state_size, requires_grad=True)
+    first = torch.zeros(T, N, dtype=torch.bool)
+    first[5, 0] = True
+    output = memory.replay(inputs, state, first)
+    of_inputs, of_state = torch.autograd.grad(output[7].sum(), [inputs, state])
+    reached = of_inputs.abs().sum(-1) > 0
+    assert reached[:, 0].tolist() == [False] * 5 + [True] * 3
+    assert reached[:, 1].tolist() == [True] * 8
+    assert (of_state.abs().sum(-1) > 0).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_a_state_poisoned_before_a_beginning_changes_nothing(kind):
+    torch.manual_seed(0)
+    memory, inputs = Memory(kind, 3, 4), torch.randn(6, 3, 3)
+    first = torch.zeros(6, 3, dtype=torch.bool)
+    first[0, 0] = first[3, 1] = True
+    clean = torch.randn(3, memory.state_size)
+    poisoned = clean.clone()
+    poisoned[0] = torch.nan
+    whole = memory.replay(inputs, clean, first)
+    assert torch.equal(memory.replay(inputs, poisoned, first), whole)
+    poisoned[1] = torch.nan
+    output = memory.replay(inputs, poisoned, first)
+    assert output[:3, 1].isnan().all()
+    assert torch.equal(output[3:, 1], whole[3:, 1])
+    assert torch.equal(output[:, 2], whole[:, 2])
+
+
+def test_what_is_made():
+    """The kinds, their sizes and initial weights (Huang et al. 2022, LSTM detail 1)."""
+    for flags, state, width in [
+        ({}, 256, 128),
+        ({"memory": "gru"}, 128, 128),
+        ({"memory_size": 7}, 14, 7),
+        ({"separate_critic": True, "memory_size": 7}, 28, 7),
+        ({"previous_action": True, "memory_size": 7}, 14 + 5 + 1, 7),
+        ({"memory": "none"}, 0, 64),
+        ({"memory": "none", "previous_action": True}, 6, 64 + 6),
+    ]:
+        agent = script.Agent(Known(), Args(**flags))
+        assert agent.initial_state(3).shape == (3, state)
+        assert not agent.initial_state(3).any()
+        assert agent.actor.in_features == agent.critic.in_features == width
+    agent = script.Agent(Known(), Args(separate_critic=True))
+    assert len(agent.memories) == 2
+    for memory in agent.memories:
+        for name, parameter in memory.net.named_parameters():
+            if "bias" in name:
+                assert not parameter.any()
+            else:
+                singular = torch.linalg.svdvals(parameter.detach())
+                torch.testing.assert_close(singular, torch.ones_like(singular))
+
+
+# --- the state where episodes end -----------------------------------------------------------------
+@MEMORIES
+def test_learning_goes_through_the_states_that_acting_went_through(flags):
+    """Three rollouts, each row by row as in acting, beside whole sequences as in learning."""
+    game = Game(parse(flags))
+    for k in range(3):
+        data = game.roll()
+        logprobs, values = script.judge(game.agent, data, 3)
+        actions = torch.cat([data.actions, data.actions[-1:]])
+        state = data.state.clone()
+        for t in range(17):
+            state[data.first[t]] = 0.0
+            if t == 16:
+                torch.testing.assert_close(state, game.state, atol=1e-5, rtol=1e-4)
+            obs, action = [x[t] for x in data.obs], actions[t]
+            with torch.no_grad():
+                _, logprob, _, value, state = game.agent(obs, state, action=action)
+            torch.testing.assert_close(value, values[t], atol=1e-5, rtol=1e-4)
+            if t < 16:
+                torch.testing.assert_close(logprob, logprobs[t], atol=1e-5, rtol=1e-4)
+        others = data._replace(state=torch.zeros_like(data.state))
+        changed = (script.judge(game.agent, others, 3)[1] - values).abs().max()
+        assert changed > 1e-2 or k == 0
+    metrics = script.update(game.agent, data, 1, 1e-12, game.args)
+    assert abs(metrics["losses/approx_kl"]) < 1e-6
+    assert metrics["losses/clipfrac"] == 0
+
+
+@MEMORIES
+def test_a_time_limit_bootstraps_from_the_last_observation_and_its_history(flags):
+    """Every episode by itself, from a cleared state; advantages by their definition."""
+    game = Game(parse(f"{flags} --num-steps 60"))
+    agent, data = game.agent, game.roll()
+    _, values = script.judge(agent, data, 4)
+    advantages = script.gae(
+        data.rewards, values.double().numpy(), data.terminated, data.truncated, 0.9, 0.8
+    )
+    seen, cleared = {"terminated": 0, "truncated": 0, "cut off": 0}, []
+    for i in range(4):
+        starts = [0, *np.flatnonzero(data.first[:, i]), 61]
+        for begin, following in pairwise(starts):
+            if begin == 60:
+                continue
+            ends = np.flatnonzero(~data.valid[begin:following, i])
+            last = begin + ends[0] if len(ends) else 60
+            episode = [x[begin : last + 1, i] for x in data.obs]
+            actions = torch.cat([data.actions, data.actions[-1:]])[begin : last + 1, i]
+            none = torch.zeros(last + 1 - begin, 1, dtype=torch.bool)
+            with torch.no_grad():
+                v = agent.get_value(episode, agent.initial_state(1), none, actions)
+                only = [x[-1:] for x in episode]
+                alone = agent.get_value(only, agent.initial_state(1), none[-1:], actions[-1:])
+            torch.testing.assert_close(v, values[begin : last + 1, i], atol=1e-5, rtol=1e-4)
+            cleared.append(abs(float(alone - v[-1])))
+            kind = "terminated" if data.terminated[last - 1, i] else "truncated"
+            kind = kind if len(ends) else "cut off"
+            seen[kind] += 1
+            v = v.double().numpy()
+            v[-1] *= kind != "terminated"
+            deltas = data.rewards[begin:last, i] + 0.9 * v[1:] - v[:-1]
+            for k in range(len(deltas)):
+                wanted = sum(0.72**j * delta for j, delta in enumerate(deltas[k:]))
+                assert advantages[begin + k, i] == pytest.approx(wanted, abs=1e-4)
+    assert min(seen.values()) >= 2
+    assert np.median(cleared) > 0.01  # a state cleared in the last row would be found
+
+
+def test_what_a_memory_is_given_of_actions(monkeypatch):
+    """With --previous-action: the last action in its unit and a one, zeros at a beginning."""
+    game = Game(parse("--previous-action --num-steps 40"))
+    given = []
+    game.agent.memories[0].net.register_forward_pre_hook(
+        lambda net, inputs: given.append(inputs[0][..., -6:])
+    )
+    data = game.roll()
+    acting = torch.cat(given)
+    given.clear()
+    plain = Memory.replay
+    monkeypatch.setattr(
+        Memory, "replay", lambda self, *x: given.append(x[0][..., -6:]) or plain(self, *x)
+    )
+    script.judge(game.agent, data, 4)
+    learning = given[0][:40]
+    assert torch.equal(acting, learning)
+    begins = np.concatenate([np.ones((1, 4), bool), data.first[1:].numpy()])
+    assert begins.sum() > 12
+    for t, i in np.ndindex(40, 4):
+        if begins[t, i]:
+            assert not acting[t, i].any()
+        else:
+            choice, numbers = data.actions[t - 1, i, :3], (data.actions[t - 1, i, 3:] - 1) / 2
+            expected = torch.cat([choice, numbers, torch.ones(1)])
+            torch.testing.assert_close(acting[t, i], expected)
+
+
+# --- learning -------------------------------------------------------------------------------------
+def test_minibatches_are_whole_environments(monkeypatch):
+    game = Game(parse("--num-envs 7 --num-minibatches 3"))
+    batches, plain = [], script.ppo_loss
+    data = game.roll()
+    data = data._replace(state=torch.randn_like(data.state))  # no two alike
+    monkeypatch.setattr(script, "ppo_loss", lambda *a: batches.append(a[2]) or plain(*a))
+    script.update(game.agent, data, 1, 1e-3, game.args)
+    assert len(batches) == 2 * 3
+    used = []
+    for batch in batches:
+        n = len(batch.state)
+        which = (batch.state[:, None] == data.state).all(-1).long().argmax(1)
+        assert not batch.state.requires_grad  # no gradient goes beyond the rollout
+        assert torch.equal(batch.obs[0].view(16, n, -1), data.obs[0][:-1, which])
+        assert torch.equal(batch.first, data.first[:-1, which])
+        assert torch.equal(batch.actions.view(16, n, -1), data.actions[:, which])
+        assert batch.rows.tolist() == np.flatnonzero(data.valid[:, which]).tolist()
+        assert len(batch.logprobs) == len(batch.returns) == len(batch.rows)
+        used += which.tolist()
+    assert sorted(used[:7]) == sorted(used[7:]) == list(range(7))
+
+
+def test_an_update_on_frames_is_that_of_the_atari_script():
+    T, N = 8, 4
+    space = spaces.Box(0, 255, (1, 84, 84), np.uint8)
+
+    class Frames:
+        observation_space, action_space = space, spaces.Discrete(4)
+
+    flags = {"num_envs": N, "num_steps": T, "num_minibatches": 2, "clip_vloss": True}
+    args, their_args = Args(**flags), ppo_atari_lstm.Args(**flags, clip_coef=0.2)
+    ours, theirs = make_agent(args, Frames), ppo_atari_lstm.Agent(Frames, their_args)
+    pairs = [
+        (ours.trunk, theirs.network),
+        (ours.memories[0], theirs.lstm),
+        (ours.actor, theirs.actor),
+        (ours.critic, theirs.critic),
+    ]
+    for mine, other in pairs:
+        for a, b in zip(mine.parameters(), other.parameters(), strict=True):
+            b.data.copy_(a.data)
+    theirs.adam = torch.optim.Adam(theirs.parameters(), eps=1e-5)
+    rng = np.random.default_rng(0)
+    terminated, truncated = rng.random((2, T, N)) < 0.1
+    valid = np.concatenate([np.ones((1, N), bool), ~(terminated | truncated)[:-1]])
+    terminated, truncated = terminated & valid, truncated & valid & ~terminated
+    valid = np.concatenate([np.ones((1, N), bool), ~(terminated | truncated)[:-1]])
+    first = torch.tensor(np.concatenate([np.zeros((1, N), bool), ~valid]))
+    frames = torch.randint(0, 256, (T + 1, N, 1, 84, 84), dtype=torch.uint8)
+    choices = torch.randint(0, 4, (T, N))
+    one_hot = torch.nn.functional.one_hot(choices, 4).float()
+    rewards, state = rng.normal(size=(T, N)) * valid, torch.randn(N, 256)
+    ends = rewards, terminated, truncated, valid
+    data = script.Rollout(state, first, [frames.permute(0, 1, 3, 4, 2)], one_hot, *ends)
+    their_state = state.view(N, 2, 128).transpose(0, 1)
+    with torch.no_grad():
+        policy, values, _ = theirs.policy(frames.flatten(0, 1), their_state, first.flatten())
+    logprobs = policy.view(T + 1, N, 4)[:-1].gather(-1, choices[..., None]).squeeze(-1)
+    acted = frames[:-1], choices, logprobs, values.view(T + 1, N)
+    their_data = ppo_atari_lstm.Rollout(their_state, first[:-1], *acted, *ends)
+    metrics = script.update(ours, data, 1, 1e-3, args)
+    expected = ppo_atari_lstm.update(theirs, their_data, 1, 1e-3, their_args)
+    assert metrics.keys() == expected.keys()
+    assert expected["losses/approx_kl"] > 1e-6
+    for name in set(expected) - {"losses/explained_variance"}:  # theirs has no Bessel's correction
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+    for mine, other in pairs:
+        for a, b in zip(mine.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=2e-4)
+
+
+IMAGE = spaces.Dict(screen=spaces.Box(0, 255, (16, 16, 3), np.uint8), speed=spaces.Box(-9, 9, (2,)))
+
+
+class Seen(Known):
+    """The same with an image."""
+
+    observation_space = IMAGE
+
+    def look(self):
+        IMAGE.seed(int(self.np_random.integers(2**31)))
+        return IMAGE.sample()
+
+
+gym.register("Seen-v0", Seen)
+
+
+@pytest.mark.parametrize("env_id, flags", [("Known-v0", "--separate-critic"), ("Seen-v0", "")])
+def test_without_a_memory_it_is_ppo_pixels(tmp_path, env_id, flags):
+    """To rounding; minibatches of whole environments are all of them."""
+    flags = f"{flags} --num-minibatches 1 --total-timesteps 192"
+    theirs = train(tmp_path / "theirs", flags, env_id, ppo_pixels)
+    ours = train(tmp_path / "ours", f"{flags} --memory none", env_id)
+    a, b = checkpoint(ours)["agent"], checkpoint(theirs)["agent"]
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-5)
+    assert rows(ours)[1:] == [pytest.approx(row) for row in rows(theirs)[1:]]
+    mine, other = scalars(ours), scalars(theirs)
+    assert mine.keys() == other.keys()
+    for tag in mine:
+        assert mine[tag] == [(t, pytest.approx(x, rel=1e-3, abs=1e-5)) for t, x in other[tag]]
+    lstm = scalars(train(tmp_path / "lstm", flags, env_id))["losses/value_loss"]
+    assert abs(lstm[-1][1] - other["losses/value_loss"][-1][1]) > 1e-3
+
+
+# --- runs -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("flags", ["", EVERYTHING, "--memory none"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_cut_off_goes_on_to_the_same_bits(tmp_path, flags, number):
+    flags = f"{flags} --total-timesteps 320 --checkpoint-interval 2"
+    whole, cut = train(tmp_path / "whole", flags), tmp_path / "cut"
+    assert status(whole) == "finished"
+    assert len(rows(whole)) > 8
+    argv = f"--env-id Known-v0 --run-dir {cut} {SMALL} {flags}".split()
+    code = train_until_killed("ppo_lstm", "update", 4, argv, number)
+    assert code == (143 if number == signal.SIGTERM else -9)
+    left = torch.load(cut / "checkpoint.pt", weights_only=True)
+    script.train(script.parse_args(["--resume", str(cut)]))
+    assert_same(checkpoint(cut), checkpoint(whole))
+    assert rows(cut) == rows(whole)
+    assert scalars(cut) == scalars(whole)
+    # without the state, which the checkpoint has, the run would be another
+    assert left["memory"].any() == ("none" not in flags)
+    torch.save(left | {"memory": 0 * left["memory"]}, cut / "checkpoint.pt")
+    script.train(script.parse_args(["--resume", str(cut)]))
+    same = torch.equal(
+        checkpoint(cut)["agent"]["actor.weight"], checkpoint(whole)["agent"]["actor.weight"]
+    )
+    assert same == ("none" in flags)
+
+
+def test_workers_give_the_same_bits(tmp_path):
+    alone = train(tmp_path / "alone", "--total-timesteps 128 --previous-action", CUE)
+    two = train(tmp_path / "two", "--total-timesteps 128 --previous-action --env-workers 2", CUE)
+    assert_same(checkpoint(alone), checkpoint(two))
+
+
+@MEMORIES
+def test_a_saved_policy_acts_as_it_did(tmp_path, flags):
+    """A loop of one's own, over gymnasium's environment, beside the script's environments."""
+    folder = train(tmp_path / "run", f"--total-timesteps 128 {flags}")
+    (agent, args), env = script.load(folder), gym.make("Known-v0")
+    played = script.own_envs(args, [0], None)
+    state, theirs = agent.initial_state(1), agent.initial_state(1)
+    episode, begins = 0, 0
+    obs, _ = env.reset(seed=script.episode_seed(args.seed, 0, 0))
+    for _ in range(60):
+        assert np.array_equal(obs, played.obs[0][0])
+        choice, numbers = agent.act(obs[None], state=state)
+        with torch.no_grad():
+            seen = script.as_tensors(played.obs, "cpu")
+            action, theirs = agent.step(seen, theirs)
+        theirs[played.over] = 0.0
+        over = played.over.copy()
+        done = agent.translate.to_space(action[0].numpy())
+        assert done[0] == choice[0]
+        np.testing.assert_allclose(done[1], numbers[0], atol=1e-6)
+        played.step(action.numpy())
+        if over[0]:  # the row after the end, which a loop of one's own does not need
+            episode += 1
+            state[0], begins = 0.0, begins + 1
+            obs, _ = env.reset(seed=script.episode_seed(args.seed, 0, episode))
+        else:
+            obs, *_ = env.step((choice[0], numbers[0]))
+    assert begins > 5
+
+
+def test_a_run_as_a_program(tmp_path):
+    flags = f"--env-id {CUE} --run-dir {tmp_path / 'run'} --total-timesteps 128 {SMALL}".split()
+    done = run(ROOT / "ppo_lstm.py", *flags, "--env-kwargs", '{"delay": 5}', cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    played = run(
+        ROOT / "ppo_lstm.py", "--evaluate", str(tmp_path / "run"), "--env-id", CUE,
+        "--eval-episodes", "2", cwd=ROOT,
+    )  # fmt: skip
+    assert re.findall(r"eval_episode=(\d), episodic_return=\d", played.stdout) == ["0", "1"]
+    assert re.findall(r"drawn_episode=(\d), episodic_return=\d", played.stdout) == ["0", "1"]
+
+
+def test_masks_and_a_memory_together(tmp_path):
+    gym.register("KnownMasked-v0", Known, kwargs={"mask": [1, 0, 1]})
+    folder = train(tmp_path / "run", "--total-timesteps 320 --previous-action", "KnownMasked-v0")
+    taken = np.concatenate([actions for _, actions in checkpoint(folder)["played"] if len(actions)])
+    assert taken[:, 1].sum() == 0
+    assert min(taken[:, 0].sum(), taken[:, 2].sum()) > 0
+    args = parse("--env-id KnownMasked-v0")
+    game = Game(args)
+    data = game.roll()
+    assert data.actions[data.valid][:, 1].sum() == 0
+    *_, entropy, _, _ = game.agent(
+        [x[:-1].flatten(0, 1) for x in data.obs],
+        data.state,
+        data.first[:-1],
+        data.actions.flatten(0, 1),
+    )
+    assert (entropy - game.agent.box_entropy()).max() <= np.log(2) + 1e-6
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--memory rnn", "rnn"),
+        ("--memory-size 0", "--memory-size 0"),
+        ("--num-envs 4 --num-minibatches 5", "--num-minibatches 5: not in 1 ... 4"),
+    ],
+)
+def test_wrong_flags(flags, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        script.parse_args(flags.split())
+    assert ended.value.code == 2
+    assert said in " ".join(re.sub("[│]", " ", capsys.readouterr().err).split())
+
+
+@pytest.mark.parametrize("flags", ["--memory gru", "--memory-size 16", "--previous-action"])
+def test_a_run_does_not_go_on_with_another_memory(tmp_path, capsys, flags):
+    folder = train(tmp_path / "run", "--total-timesteps 128")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        script.train(script.parse_args(["--resume", str(folder), *flags.split()]))
+    assert ended.value.code == 2
+    assert "its agent does not fit the environment and the flags" in capsys.readouterr().err
+
+
+def test_a_state_of_another_shape_is_one_line(tmp_path, capsys):
+    folder = train(tmp_path / "run", "--total-timesteps 128")
+    left = torch.load(folder / "checkpoint.pt", weights_only=True)
+    torch.save(left | {"memory": left["memory"][:, :-1]}, folder / "checkpoint.pt")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        script.train(script.parse_args(["--resume", str(folder), "--total-timesteps", "640"]))
+    assert ended.value.code == 2
+    assert "its checkpoint does not fit" in capsys.readouterr().err
