@@ -617,10 +617,10 @@ def drawn_envs(args: Args) -> Envs:
 
 def evaluate(args: Args) -> list[float]:
     """Play the run in `args.evaluate` greedily, then with drawn actions as in training; returns the
-    greedy returns. `capture_video` records it into its videos/."""
+    greedy returns. `capture_video` records the greedy episodes into its videos/."""
     torch.set_num_threads(args.num_threads or 1)
     greedy = play(args, "eval")
-    drawn = play(args, "drawn")
+    drawn = play(replace(args, capture_video=False), "drawn")
     for name, returns in (("greedy", greedy), ("drawn", drawn)):
         print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return greedy
@@ -652,7 +652,7 @@ def play(args: Args, name: str) -> list[float]:
                 said = f"{name}_episode={len(returns)}, episodic_return={episodic_return:.2f}"
                 print(said, flush=True)
                 if args.capture_video:
-                    save_frames(frames, videos, len(returns), name_prefix=name)
+                    save_frames(frames, videos, len(returns))
                 returns.append(episodic_return)
                 frames = []
                 steps = 0

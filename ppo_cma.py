@@ -84,7 +84,7 @@ class Args:
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
     run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: Path | None = None  # continue the run in this folder with its own arguments
-    evaluate: Path | None = None  # play the policy of the run in this folder greedily, and exit
+    evaluate: Path | None = None  # play the run in this folder, greedily and with drawn actions
     eval_episodes: int = 10  # episodes played by --evaluate
     checkpoint_interval: int = 10  # iterations between checkpoints
 
@@ -1025,7 +1025,17 @@ def drawn_env(args: Args) -> gym.Env:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily; `capture_video` records it into its videos/."""
+    """Play the run in `args.evaluate` greedily, then with drawn actions as in training; returns the
+    greedy returns. `capture_video` records the greedy episodes into its videos/."""
+    greedy = play(args, "eval")
+    drawn = play(replace(args, capture_video=False), "drawn")
+    for name, returns in (("greedy", greedy), ("drawn", drawn)):
+        print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
+    return greedy
+
+
+def play(args: Args, name: str) -> list[float]:
+    """Returns of `eval_episodes` episodes, printed under this name; those of "drawn" are drawn."""
     if args.capture_video:
         refuse_links(args.evaluate)
         videos = str(args.evaluate / "videos")
@@ -1037,19 +1047,19 @@ def evaluate(args: Args) -> list[float]:
     returns = []
     bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
     with contextlib.closing(envs), bar:
-        act = load(args.evaluate, envs)[0].numpy_actor()
+        agent, _ = load(args.evaluate, envs)
+        act = agent.numpy_actor()
         while len(returns) < args.eval_episodes:
+            noise = agent.noise(1) if name == "drawn" else None
             try:
-                envs.step(act(envs.obs), np.ones(1, bool))
+                envs.step(act(envs.obs, noise), np.ones(1, bool))
             except TimeoutError as error:
                 fail(str(error))
             bar.update()
             for _, episodic_return, _ in envs.ended:
-                said = f"eval_episode={len(returns)}, episodic_return={episodic_return:.2f}"
-                bar.clear()
-                print(said, flush=True)
+                said = f"episodic_return={episodic_return:.2f}"
+                bar.write(f"{name}_episode={len(returns)}, {said}")
                 returns.append(episodic_return)
-    print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
 
 

@@ -77,7 +77,7 @@ class Args:
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
     run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: Path | None = None  # continue the run in this folder with its own arguments
-    evaluate: Path | None = None  # play the policy of the run in this folder greedily, and exit
+    evaluate: Path | None = None  # play the run in this folder, greedily and with drawn actions
     eval_episodes: int = 10  # episodes played by --evaluate
     checkpoint_interval: int = 20  # iterations between checkpoints
 
@@ -987,7 +987,17 @@ def drawn_env(args: Args) -> gym.Env:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily; `capture_video` records it into its videos/."""
+    """Play the run in `args.evaluate` greedily, then with drawn actions as in training; returns the
+    greedy returns. `capture_video` records the greedy episodes into its videos/."""
+    greedy = play(args, "eval")
+    drawn = play(replace(args, capture_video=False), "drawn")
+    for name, returns in (("greedy", greedy), ("drawn", drawn)):
+        print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
+    return greedy
+
+
+def play(args: Args, name: str) -> list[float]:
+    """Returns of `eval_episodes` episodes, printed under this name; those of "drawn" are drawn."""
     played = replace(args, seed=episode_seed(args.seed, 2**31))
     if args.capture_video:
         refuse_links(args.evaluate)
@@ -1000,19 +1010,20 @@ def evaluate(args: Args) -> list[float]:
     returns = []
     bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
     with contextlib.closing(envs), bar:
-        act = load(args.evaluate, envs)[0].numpy_actor()
+        agent, _ = load(args.evaluate, envs)
+        act = agent.numpy_actor()
         for episode in range(args.eval_episodes):
             for _ in range(100_000):
-                envs.step(act(envs.obs))
+                noise = agent.noise(1) if name == "drawn" else None
+                envs.step(act(envs.obs, noise))
                 bar.update()
                 if envs.ended:
                     break
             else:
                 fail("""100,000 steps, no end: try --env-kwargs '{"max_episode_steps": 1000}'""")
             _, episodic_return, _ = envs.ended[0]
-            bar.write(f"eval_episode={episode}, episodic_return={episodic_return:.2f}")
+            bar.write(f"{name}_episode={episode}, episodic_return={episodic_return:.2f}")
             returns.append(episodic_return)
-    print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
 
 

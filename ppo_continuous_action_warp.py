@@ -20,7 +20,7 @@ simulator runs on a GPU. In an iteration no tensor leaves it and no host waits (
     python ppo_continuous_action_warp.py --env-id Pendulum-v1 --num-envs 256 --num-steps 32 \
         --hidden 64 64 --total-timesteps 800000     # needs no engine and no GPU; expect -180
 
-On an H100 expect 10,000 on HalfCheetah-v4 after 3 minutes. On a CPU, ppo_continuous_action.py with
+On an H100 expect 10,000 on HalfCheetah-v4 after a minute. On a CPU, ppo_continuous_action.py with
 gymnasium is several times faster. Left out on purpose: --target-kl (a host would have to wait),
 --anneal-lr (the KL sets the rate), --compile (CUDA graphs spare the launches), pixels.
 """

@@ -1075,9 +1075,9 @@ def drawn_env(args: Args) -> gym.Env:
 
 def evaluate(args: Args) -> list[float]:
     """Play the run in `args.evaluate` greedily, then with drawn actions as in training; returns the
-    greedy returns. `capture_video` records it into its videos/."""
+    greedy returns. `capture_video` records the greedy episodes into its videos/."""
     greedy = play(args, "eval")
-    drawn = play(args, "drawn")
+    drawn = play(replace(args, capture_video=False), "drawn")
     for name, returns in (("greedy", greedy), ("drawn", drawn)):
         print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return greedy
@@ -1088,8 +1088,8 @@ def play(args: Args, name: str) -> list[float]:
     played = replace(args, seed=episode_seed(args.seed, 2**31))
     if args.capture_video:
         refuse_links(args.evaluate)
-        videos, how = str(args.evaluate / "videos"), {"disable_logger": True, "name_prefix": name}
-        env = gym.wrappers.RecordVideo(drawn_env(args), videos, lambda _: True, **how)
+        videos = str(args.evaluate / "videos")
+        env = gym.wrappers.RecordVideo(drawn_env(args), videos, lambda _: True, disable_logger=True)
         envs = Envs([env], played)
         print(f"videos: {videos}")
     else:

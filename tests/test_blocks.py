@@ -37,7 +37,7 @@ ALGORITHM = {
 }  # fmt: skip
 # but for these, which two siblings have in common
 SIBLINGS = {
-    ("ppo", NOISE): {"load", "make_envs", "restore", "save", "train"},
+    ("ppo", NOISE): {"evaluate", "load", "make_envs", "play", "restore", "save", "train"},
     (CMA, KL): {"make_env", "make_envs"},
     (CMA, NOISE): {"make_env"},
     (LSTM, PROCGEN): {"restore", "save"},
@@ -108,7 +108,7 @@ def changed(first: str, second: str) -> int:
 
 
 def test_siblings_differ_in_few_lines():
-    assert changed("ppo", "ppo_continuous_action") <= 280
+    assert changed("ppo", "ppo_continuous_action") <= 300
 
 
 @EVERY

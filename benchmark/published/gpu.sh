@@ -161,4 +161,24 @@ rows pixels lstm ppo_atari_lstm "--env-id Breakout-v5$tiny" "--env-id Breakout-v
 pool="--env-id envpool:Breakout-v5 --num-envs 8 --env-workers 8$tiny"
 rows pixels pixels ppo_pixels "$pool" "$pool$compile"
 rows pixels procgen ppo_procgen "$tiny" "$tiny$compile"
+
+# (g) What was measured on 27 November 2026, when acting was not one graph yet: again only if its
+# table is taken away
+before_graphs() {
+  rows atari atari-8 ppo_atari_multigpu "$breakout 8" "$breakout 8 --compile" "$breakout 8 $graphs" \
+    "$breakout 8 $graphs --bf16"
+  rows atari atari-128 ppo_atari_multigpu "$breakout 128" "$breakout 128 $graphs"
+}
+once() { [ -e "$tables/$1" ] || [ -n "${TRY:-}" ] || "${@:2}"; }
+rowed=1 once games.csv step games python -m benchmark.published.gpu_games "$tables/games.csv"
+rowed=1 once overlap-model.csv step overlap-model python -m benchmark.published.gpu_overlap "$tables/overlap-model.csv" --model
+once atari.csv before_graphs
+once warp.csv warp warp warp-speed HalfCheetah-v4 4096 1024 16384
+profile=warp-profile-HalfCheetah.txt
+rowed=1 once $profile step warp-profile python -m benchmark.published.gpu_warp "$tables/$profile" HalfCheetah-v4 4096 --profile
+if [ -e "$leanrl/ppo_continuous_action_torchcompile.py" ]; then
+  once leanrl-atari-8.txt step leanrl-atari-8 "${shim[@]}" python "$leanrl/ppo_atari_envpool_torchcompile.py" --num-envs 8 $graphs
+  once leanrl-continuous.txt step leanrl-continuous "${shim[@]}" python "$leanrl/ppo_continuous_action_torchcompile.py" $graphs
+fi
+once train-HalfCheetah-v4.txt train HalfCheetah-v4 65 $script HalfCheetah-v4
 exit $failed
