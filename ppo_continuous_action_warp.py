@@ -221,7 +221,8 @@ class Pendulum(DeviceEnvs):
         return self.observe()
 
     def step(self, actions: torch.Tensor):
-        (angle, velocity), torque = self.state.unbind(-1), actions[:, 0]
+        angle, velocity = self.state.unbind(-1)
+        torque = actions[:, 0]
         from_top = torch.remainder(angle + math.pi, 2.0 * math.pi) - math.pi
         cost = from_top.square() + 0.1 * velocity.square() + 0.001 * torque.square()
         velocity = (velocity + 0.05 * (15.0 * angle.sin() + 3.0 * torque)).clamp(-8.0, 8.0)
@@ -305,8 +306,9 @@ class Warp(DeviceEnvs):
 
     def reset(self, mask: torch.Tensor) -> torch.Tensor:
         qpos = self.start + self.task.noise * (2.0 * torch.rand_like(self.qpos) - 1.0)
-        draw = torch.randn_like(self.qvel), 2.0 * torch.rand_like(self.qvel) - 1.0
-        qvel = self.task.noise * draw[0 if self.task.normal else 1]
+        normal = torch.randn_like(self.qvel)
+        uniform = 2.0 * torch.rand_like(self.qvel) - 1.0
+        qvel = self.task.noise * (normal if self.task.normal else uniform)
         self.replace(mask, qpos=qpos, qvel=qvel, qacc_warmstart=0.0, x=qpos[:, 0], steps=0)
         return self.observe()
 
@@ -622,8 +624,8 @@ def rollout(agent: Agent, envs: DeviceEnvs, at: dict, data: Rollout, args: Args)
     for t in range(args.num_steps):
         actions = agent.act(at["obs"], agent.noise(args.num_envs))
         # clipped to the box (continuous detail 5); copied, as some engines use their buffers again
-        step = [x.clone() for x in envs.step(actions.clamp(envs.low, envs.high))]
-        next_obs, rewards, terminated, truncated = step
+        step = envs.step(actions.clamp(envs.low, envs.high))
+        next_obs, rewards, terminated, truncated = (x.clone() for x in step)
         at["discounted"].mul_(args.gamma).add_(rewards)
         at["returns"] += rewards
         at["lengths"] += 1

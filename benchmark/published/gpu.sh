@@ -104,6 +104,8 @@ for games in "${sizes[@]}"; do
     step "beside-$games" "${shim[@]}" python "$leanrl/ppo_atari_envpool_torchcompile.py" --num-envs "$games" $graphs
   fi
 done
+MALLOC_MMAP_THRESHOLD_=1000000000 MALLOC_TRIM_THRESHOLD_=1000000000 \
+  rows acting-kept acting-kept ppo_atari_multigpu "$breakout ${sizes[2]} $graphs --bf16"
 rowed=1 step overlap-8 python -m benchmark.published.gpu_overlap "$tables/overlap.csv" "${sizes[0]}" 8 0.2 1
 rowed=1 step overlap-128 python -m benchmark.published.gpu_overlap "$tables/overlap.csv" "${sizes[2]}" 16 0.6 2.3
 train Breakout-by-1 40 python ppo_atari_multigpu.py $breakout "${sizes[2]}" $graphs --bf16
