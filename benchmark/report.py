@@ -276,7 +276,7 @@ def panels(n: int):
 
     columns = min(3, n)
     rows = -(-n // columns)
-    figure = Figure(figsize=(0.4 + 4.2 * columns, 0.5 + 3.1 * rows), layout="constrained")
+    figure = Figure(figsize=(0.3 + 4.2 * columns, 0.1 + 3.1 * rows))
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axis in axes[n:]:
         axis.set_axis_off()
@@ -297,8 +297,7 @@ def add_legend(figure, looks: dict[str, dict]):
     width = figure.get_figwidth()
     height = figure.get_figheight()
     for columns in range(min(len(looks), 5), 0, -1):
-        place = {"loc": "outside lower center", "ncols": columns, "frameon": False}
-        legend = figure.legend(handles, looks, **place)
+        legend = figure.legend(handles, looks, loc="lower center", ncols=columns, frameon=False)
         for text in legend.get_texts():
             text.set_parse_math(False)
         box = legend.get_window_extent(figure.canvas.get_renderer())
@@ -306,7 +305,33 @@ def add_legend(figure, looks: dict[str, dict]):
         if needed <= width or columns == 1:
             break
         legend.remove()
-    figure.set_size_inches(max(width, needed), height + box.height / figure.dpi)
+    below = box.height / figure.dpi
+    figure.set_size_inches(max(width, needed), height + below)
+    lay_out(figure, below)
+
+
+def lay_out(figure, below: float):
+    """Room around and between the axes, in inches, with so much below them for a legend. It is
+    enough for numbers of seven digits and titles of two lines; to measure all texts, as
+    matplotlib's layouts do, takes as long as to draw them."""
+    width, height = figure.get_size_inches()
+    grid = figure.axes[0].get_gridspec()
+    left = 0.95
+    right = 0.15
+    bottom = 0.6 + below
+    top = 0.5
+    between = 0.8  # between columns
+    above = 0.95  # between rows
+    inner_width = (width - left - right - between * (grid.ncols - 1)) / grid.ncols
+    inner_height = (height - bottom - top - above * (grid.nrows - 1)) / grid.nrows
+    figure.subplots_adjust(
+        left=left / width,
+        right=1 - right / width,
+        bottom=bottom / height,
+        top=1 - top / height,
+        wspace=between / inner_width,
+        hspace=above / inner_height,
+    )
 
 
 def save(figure, looks: dict[str, dict], output: Path, name: str, svg: bool = True):
@@ -320,7 +345,6 @@ def save(figure, looks: dict[str, dict], output: Path, name: str, svg: bool = Tr
     canvas = FigureCanvasAgg(figure)
     add_legend(figure, looks)
     canvas.print_png(output / f"{name}.png")
-    figure.set_layout_engine("none")  # it is laid out, which takes as long as drawing
     if svg:
         with matplotlib.rc_context({"svg.hashsalt": name}):
             FigureCanvasSVG(figure).print_svg(output / f"{name}.svg", metadata={"Date": None})

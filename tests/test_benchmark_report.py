@@ -435,15 +435,22 @@ def test_a_legend_lies_below_its_curves_uncut(environments, settings, tmp_path):
     names = [f"ppo_continuous_action a-long-name-of-a-setting-{k}" for k in range(settings)]
     for axis in axes:
         axis.plot([0, 1e6], [-1e5, 1e5])
-        axis.set_title("Environment-v0")
+        axis.set(title="a.module.with.a.rather:\nLongEnvironment-v0", xlabel="steps")
+    for axis in axes[::3]:
+        axis.set_ylabel("return")
     save(figure, {name: {"color": "C0"} for name in names}, tmp_path, "figure")
     (legend,) = figure.legends
     box = legend.get_window_extent()
     width = figure.get_figwidth() * figure.dpi
     assert 0 <= box.x0 < box.x1 <= width
     assert box.y0 >= 0
-    for axis in axes:
-        assert axis.get_tightbbox().y0 >= box.y1
+    boxes = [axis.get_tightbbox() for axis in axes]
+    for one, other in combinations(boxes, 2):
+        assert not one.overlaps(other)
+    for axis, texts in zip(axes, boxes, strict=True):
+        assert texts.y0 >= box.y1
+        assert texts.x0 >= 0 and texts.x1 <= width
+        assert texts.y1 <= figure.get_figheight() * figure.dpi
         assert axis.get_window_extent().height > 1.5 * figure.dpi  # inches, however many settings
     assert [text.get_text() for text in legend.get_texts()] == names
     assert (tmp_path / "figure.svg").exists()

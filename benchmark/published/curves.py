@@ -173,26 +173,28 @@ CLIPPED |= dict.fromkeys(("CartPole-v1", "Acrobot-v1", "MountainCar-v0"), "ppo")
 def kl_adaptive():
     """ppo_kl_adaptive.py: single seeds, their median, and Coady's run."""
     env_ids = ("HalfCheetah-v4", "Swimmer-v4", "Hopper-v4", "Walker2d-v4", "InvertedPendulum-v4")
+    each = {"color": BLUE, "linewidth": 0.8, "alpha": 0.45}
+    middle = {"color": BLUE, "linewidth": 2.2}
+    original = {"color": ORANGE, "linestyle": "--", "marker": "o", "markersize": 4}
+    looks = {"a seed of ppo_kl_adaptive.py": each, "median of the seeds": middle}
+    looks["published: one run, Gym v1"] = original
     figure, axes = report.panels(len(env_ids))
     for env_id, axis in zip(env_ids, axes, strict=True):
         curves = by_batch(env_id)
         values = [running_mean(curve.returns, 5) for curve in curves]
         for curve, value in zip(curves, values, strict=True):
-            axis.plot(curve.ends, value, color=BLUE, linewidth=0.8, alpha=0.45)
+            axis.plot(curve.ends, value, **each)
         shared = min(map(len, values))
         median = np.median([value[:shared] for value in values], axis=0)
-        axis.plot(curves[0].ends[:shared], median, color=BLUE, linewidth=2.2)
+        axis.plot(curves[0].ends[:shared], median, **middle)
         end = max(curve.ends[-1] for curve in curves)
         points = [point for point in coady(env_id).items() if point[0] <= 1.05 * end]
-        axis.plot(*np.transpose(points), "o--", color=ORANGE, ms=4)
+        axis.plot(*np.transpose(points), **original)
         axis.set(title=f"{env_id}, {len(curves)} seeds", xlabel="episodes")
         axis.set_xlim(left=0)
     for axis in axes[::3]:
         axis.set_ylabel("training return")
-    names = ("a seed of ppo_kl_adaptive.py", "median of the seeds", "published: one run, Gym v1")
-    handles = [axes[0].lines[i] for i in (0, -2, -1)]
-    figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False)
-    save(figure, "ppo_kl_adaptive")
+    report.save(figure, looks, RESULTS, "ppo_kl_adaptive", svg=False)
 
 
 GOALS = {"Pong-v5": (0, 10, 18), "Breakout-v5": (10, 50, 100), "BeamRider-v5": (500, 1000, 1900)}
