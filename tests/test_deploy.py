@@ -22,6 +22,7 @@ import ppo_cma
 import ppo_continuous_action
 import ppo_continuous_action_warp
 import ppo_kl_adaptive
+import ppo_lstm
 import ppo_pettingzoo
 import ppo_pettingzoo_ma_atari
 import ppo_pixels
@@ -267,6 +268,24 @@ def test_images_and_more(observations, actions, monkeypatch, rng):
     numbers, choices = acted
     np.testing.assert_allclose(np.clip(rows[:, :2], BOX.low, BOX.high), numbers, atol=1e-5)
     np.testing.assert_array_equal(rows[:, 2:].argmax(axis=-1), choices)
+
+
+@pytest.mark.parametrize("flags", [{}, {"memory": "gru", "previous_action": True}], ids=str)
+def test_a_memory_for_any_observation(flags, monkeypatch, rng):
+    space = gym.spaces.Dict({"camera": IMAGE, "joints": VECTOR})
+    agent = shaken(ppo_lstm.Agent(spaces(space, BOX), ppo_lstm.Args(**flags)))
+    names = export(ppo_lstm, agent, monkeypatch)
+    memory, theirs = names["inputs"]["memory"], agent.initial_state(ROWS)
+    memory = np.zeros((ROWS, memory.shape[1]), np.float32)
+    for _ in range(3):
+        images = rng.integers(0, 256, (ROWS, *IMAGE.shape)).astype(np.uint8)
+        joints = rng.standard_normal((ROWS, 5)).astype(np.float32)
+        actions, memory = run("policy", memory=memory, obs_0=images, obs_1=joints)
+        expected = agent.act({"camera": images, "joints": joints}, state=theirs)
+        np.testing.assert_allclose(np.clip(actions, BOX.low, BOX.high), expected, atol=1e-5)
+        np.testing.assert_allclose(memory, theirs.numpy(), atol=1e-5)
+    assert np.abs(memory).max() > 0.05
+    assert np.ptp(expected, axis=0).min() > 0.05
 
 
 def test_several_agents(monkeypatch, rng):
