@@ -32,6 +32,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -55,30 +56,31 @@ from tqdm import tqdm
 
 @dataclass
 class Args:
-    exp_name: str = Path(__file__).stem  # the experiment's name, part of the run's
-    seed: int = 1  # of everything: network, actions, minibatches and environments
-    torch_deterministic: bool = True  # torch.backends.cudnn.deterministic
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's name
+    seed: int = 1  # seeds the network, actions, minibatches and environments
+    torch_deterministic: bool = True  # sets torch.backends.cudnn.deterministic
     cuda: bool = True  # use a GPU if there is one
     num_threads: int = 0  # CPU threads of torch; 0: as many as there are cores
-    env_threads: int = 0  # CPU threads of the environments; 0: the same
+    env_threads: int = 0  # CPU threads of the environments; 0: as for --num-threads
     channels_last: bool = True  # convolutions in channels-last order: same results to rounding
     bf16: bool = False  # convolutions and hidden layer in bfloat16: faster if the hardware has it
-    compile: bool = False  # compile these layers, if a compiler works: same results to rounding
+    compile: bool = False  # compile these layers if a compiler works: same results to rounding
     track: bool = False  # also log to Weights and Biases
-    wandb_project_name: str = "ppo"  # its project
-    wandb_entity: str | None = None  # its entity (team)
+    wandb_project_name: str = "ppo"  # project in Weights and Biases
+    wandb_entity: str | None = None  # team (entity) in Weights and Biases
+    quiet: bool = False  # print no line per episode
     capture_video: bool = False  # record the evaluation, after training or with --evaluate
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
-    run_dir: Path | None = None  # default runs/{env_id}__{exp_name}__{seed}__{time}
-    resume: Path | None = None  # go on with the run in this folder, with its own arguments
-    evaluate: Path | None = None  # play the greedy actions of the run in this folder, and exit
+    run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
+    resume: Path | None = None  # continue the run in this folder with its own arguments
+    evaluate: Path | None = None  # play the run in this folder, greedily and with drawn actions
     eval_episodes: int = 10  # games played by --evaluate
     checkpoint_interval: int = 20  # iterations between checkpoints
 
     # Algorithm
     env_id: str = "Breakout-v5"  # or BreakoutNoFrameskip-v4; ALE/Breakout-v5: sticky actions
     total_timesteps: int = 10_000_000  # steps in all environments, rounded down to iterations
-    learning_rate: float = 2.5e-4  # Adam's, in the first iteration
+    learning_rate: float = 2.5e-4  # Adam's learning rate in the first iteration
     num_envs: int = 8  # environments played side by side
     num_steps: int = 128  # steps in each environment per iteration
     anneal_lr: bool = True  # lower the learning rate linearly
@@ -88,11 +90,11 @@ class Args:
     update_epochs: int = 4  # passes over an iteration's samples
     norm_adv: bool = True  # normalize advantages within each minibatch
     clip_coef: float = 0.1  # epsilon of the clipped surrogate
-    clip_vloss: bool = True  # clip the change of the value, too
+    clip_vloss: bool = True  # also clip the change of the value
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    max_grad_norm: float = 0.5  # largest norm of the gradient over all parameters
-    target_kl: float | None = None  # no further epoch once the mean approx_kl of one exceeds it
+    max_grad_norm: float = 0.5  # the gradient of all parameters is scaled down to this norm
+    target_kl: float | None = None  # stop the epochs once the mean approx_kl of one exceeds this
     batch_size: int = 0  # computed: num_envs * num_steps
     minibatch_size: int = 0  # computed: batch_size // num_minibatches
     num_iterations: int = 0  # computed: total_timesteps // batch_size
@@ -119,8 +121,6 @@ def check(args, low: dict, high: dict):
             least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
-    if not args.exp_name:
-        raise ValueError("--exp-name '': a name is wanted")
     if args.resume and (args.run_dir or args.evaluate):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
@@ -455,11 +455,10 @@ class Run:
         self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
         self.start = time.monotonic() - seconds
         self.status = "failed"  # until training has ended well
-        self.new = not args.resume
-        self.folder = args.resume or args.run_dir
         try:
-            self.folder = self.folder or new_folder(args)
+            self.folder = args.resume or args.run_dir or new_folder(args)
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.new = not any(self.folder.iterdir())
             refuse_links(self.folder)
             path = self.folder / "episodes.csv"
             self.csv = open(path, "a", buffering=1)  # noqa: SIM115
@@ -467,16 +466,15 @@ class Run:
         except BlockingIOError:
             fail(f"{self.folder}: another process trains in this folder")
         except OSError as error:
-            fail(f"{self.folder}: {error}")
+            fail(f"no folder for the run: {error}")
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {self.folder} goes on with it")
         # what was logged after the checkpoint goes: it will be logged again
         known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
         self.csv.truncate(len(b"".join(known)))
-        self.rows = len(known) - 1
+        self.rows = max(len(known) - 1, 0)
         if not known:
             self.csv.write("global_step,seconds,return,length\n")
-            self.rows = 0
         self.wandb = None
         if args.track:
             import wandb  # before the writer, which it follows
@@ -486,6 +484,8 @@ class Run:
             more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one, however often resumed
             self.wandb = wandb.init(name=self.folder.name, **project, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
+        table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
+        self.writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *table]))
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
@@ -499,21 +499,18 @@ class Run:
             self.wandb.finish()
         self.write_json(self.status)
         if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
-            for pattern in ("run.json", "checkpoint.pt", "episodes.csv", "events.out.tfevents.*"):
-                for path in self.folder.glob(pattern):
-                    path.unlink()
-            with contextlib.suppress(OSError):  # something else is in the folder
-                self.folder.rmdir()
+            shutil.rmtree(self.folder, ignore_errors=True)
         self.csv.close()
 
     def log_episodes(self, ended: list[tuple[int, float, int]]):
         """Log the (environment, return, length) of the episodes that one step has ended: a row
         each, and for TensorBoard, which has one value a step, their mean."""
-        for _, episodic_return, length in ended:
+        for _, score, length in ended:
             seconds = time.monotonic() - self.start
-            self.csv.write(f"{self.global_step},{seconds:.2f},{episodic_return},{length}\n")
-            self.bar.write(f"global_step={self.global_step}, episodic_return={episodic_return:.4f}")
-            self.returns.append(episodic_return)
+            self.csv.write(f"{self.global_step},{seconds:.2f},{score},{length}\n")
+            if not self.args.quiet:
+                self.bar.write(f"global_step={self.global_step}, episodic_return={score:.4f}")
+            self.returns.append(score)
         self.rows += len(ended)
         _, returns, lengths = zip(*ended, strict=True)
         self.writer.add_scalar("charts/episodic_return", np.mean(returns), self.global_step)
@@ -572,8 +569,6 @@ def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
     content, path = {}, Path(folder) / "checkpoint.pt"
     try:
-        if not path.is_file():
-            raise FileNotFoundError(path.name)
         with zipfile.ZipFile(path) as file:
             if file.testzip():
                 raise ValueError("it is damaged")
@@ -621,9 +616,18 @@ def drawn_envs(args: Args) -> Envs:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play `eval_episodes` games greedily with the agent saved in `args.evaluate`; print each score
-    and, with `capture_video`, record them into its videos/. Writes nothing else."""
+    """Play the run in `args.evaluate` greedily, then with drawn actions as in training; returns the
+    greedy returns. `capture_video` records the greedy episodes into its videos/."""
     torch.set_num_threads(args.num_threads or 1)
+    greedy = play(args, "eval")
+    drawn = play(replace(args, capture_video=False), "drawn")
+    for name, returns in (("greedy", greedy), ("drawn", drawn)):
+        print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
+    return greedy
+
+
+def play(args: Args, name: str) -> list[float]:
+    """Returns of `eval_episodes` episodes, printed under this name; those of "drawn" are drawn."""
     played, videos = replace(args, seed=episode_seed(args.seed, 2**31)), args.evaluate / "videos"
     if args.capture_video:
         refuse_links(args.evaluate)
@@ -635,15 +639,17 @@ def evaluate(args: Args) -> list[float]:
     steps = 0  # of the game so far
     with contextlib.closing(envs):
         agent, _ = load(args.evaluate, envs)
+        rng = np.random.default_rng(played.seed)
         state = agent.initial_state(1)
         while len(returns) < args.eval_episodes:
             state[:, envs.first] = 0.0  # where training cleared it
-            envs.step(agent.act(envs.obs, state=state))
+            noise = rng.gumbel(size=(1, len(agent.actor.bias))) if name == "drawn" else None
+            envs.step(agent.act(envs.obs, noise, state=state))
             steps += 1
             if args.capture_video:
                 frames.append(envs.vector.render(env_ids=[0])[0])
             for _, episodic_return, _ in envs.ended:
-                said = f"eval_episode={len(returns)}, episodic_return={episodic_return:.2f}"
+                said = f"{name}_episode={len(returns)}, episodic_return={episodic_return:.2f}"
                 print(said, flush=True)
                 if args.capture_video:
                     save_frames(frames, videos, len(returns))
@@ -652,7 +658,6 @@ def evaluate(args: Args) -> list[float]:
                 steps = 0
             if steps > 100_000:
                 fail("100,000 steps, and the game has no end")
-    print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
 
 

@@ -62,33 +62,34 @@ RANK = int(os.environ.get("RANK", 0))  # of this process, by torchrun; 0 alone w
 
 @dataclass
 class Args:
-    exp_name: str = Path(__file__).stem  # the experiment's name, part of the run's
-    seed: int = 1  # of everything: network, actions, minibatches and environments
-    torch_deterministic: bool = True  # torch.backends.cudnn.deterministic
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's name
+    seed: int = 1  # seeds the network, actions, minibatches and environments
+    torch_deterministic: bool = True  # sets torch.backends.cudnn.deterministic
     cuda: bool = True  # use GPUs if there are any
     device_ids: list[int] = field(default_factory=list)  # GPU of each process of a node: 0 0 1 1
     backend: Literal["gloo", "nccl", "mpi"] | None = None  # default nccl, if none share a GPU
-    num_threads: int = 0  # CPU threads of torch in a process; 0: the node's cores, shared out
-    env_threads: int = 0  # CPU threads of a process's environments; 0: the same
+    num_threads: int = 0  # CPU threads of torch in a process; 0: an equal share of the node's cores
+    env_threads: int = 0  # CPU threads of a process's environments; 0: as for --num-threads
     channels_last: bool = True  # convolutions in channels-last order: same results to rounding
     bf16: bool = False  # convolutions and hidden layer in bfloat16: faster if the hardware has it
-    compile: bool = False  # compile the update, if there is a compiler: same results to rounding
-    cudagraphs: bool = False  # on a GPU, compile to CUDA graphs
+    compile: bool = False  # compile the update if a compiler works: same results to rounding
+    cudagraphs: bool = False  # on a GPU, compile, and make acting and gradients CUDA graphs
     track: bool = False  # also log to Weights and Biases
-    wandb_project_name: str = "ppo"  # its project
-    wandb_entity: str | None = None  # its entity (team)
+    wandb_project_name: str = "ppo"  # project in Weights and Biases
+    wandb_entity: str | None = None  # team (entity) in Weights and Biases
+    quiet: bool = False  # print no line per episode
     capture_video: bool = False  # record the evaluation, after training or with --evaluate
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
-    run_dir: Path | None = None  # default runs/{env_id}__{exp_name}__{seed}__{time}
-    resume: Path | None = None  # go on with the run in this folder, with its own arguments
-    evaluate: Path | None = None  # play the greedy actions of the run in this folder, and exit
+    run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
+    resume: Path | None = None  # continue the run in this folder with its own arguments
+    evaluate: Path | None = None  # play the run in this folder, greedily and with drawn actions
     eval_episodes: int = 10  # games played by --evaluate
     checkpoint_interval: int = 20  # iterations between checkpoints
 
     # Algorithm
     env_id: str = "Breakout-v5"  # or BreakoutNoFrameskip-v4; ALE/Breakout-v5: sticky actions
     total_timesteps: int = 10_000_000  # steps in all environments, rounded down to iterations
-    learning_rate: float = 2.5e-4  # Adam's, in the first iteration
+    learning_rate: float = 2.5e-4  # Adam's learning rate in the first iteration
     num_envs: int = 8  # environments played side by side, of all processes together
     local_num_envs: int = 0  # if given, environments of each process, instead of --num-envs
     num_steps: int = 128  # steps in each environment per iteration
@@ -99,11 +100,11 @@ class Args:
     update_epochs: int = 4  # passes over an iteration's samples
     norm_adv: bool = True  # normalize advantages within each minibatch, over all processes
     clip_coef: float = 0.1  # epsilon of the clipped surrogate
-    clip_vloss: bool = True  # clip the change of the value, too
+    clip_vloss: bool = True  # also clip the change of the value
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    max_grad_norm: float = 0.5  # largest norm of the gradient over all parameters
-    target_kl: float | None = None  # no further epoch once the mean approx_kl of one exceeds it
+    max_grad_norm: float = 0.5  # the gradient of all parameters is scaled down to this norm
+    target_kl: float | None = None  # stop the epochs once the mean approx_kl of one exceeds this
     world_size: int = 0  # computed: number of processes, torchrun's
     batch_size: int = 0  # computed: num_envs * num_steps
     minibatch_size: int = 0  # computed: batch_size // num_minibatches
@@ -149,8 +150,6 @@ def check(args, low: dict, high: dict):
             least, most = low.get(name, 0 if fraction else 1), high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
-    if not args.exp_name:
-        raise ValueError("--exp-name '': a name is wanted")
     if args.resume and (args.run_dir or args.evaluate):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
@@ -447,74 +446,95 @@ def update(agent, data: Rollout, iteration: int, rate: float, args: Args, gradie
     batch = Batch(*(x.flatten(0, 1) for x in fields))  # B = T * N
 
     epochs = minibatch_rows(iteration, own_envs(args), args, values.device)
-    moments = advantage_moments(batch, [rows for epoch in epochs for rows in epoch])
-    moments = moments.view(args.update_epochs, args.num_minibatches, 3)
-    counts = moments[..., 2].tolist()
+    moments = iter(advantage_moments(batch, [rows for epoch in epochs for rows in epoch]))
     metrics = []  # of each step
     agent.adam.param_groups[0]["lr"] = torch.tensor(rate, device=values.device)
-    for k, epoch in enumerate(epochs):
-        for j, rows in enumerate(epoch):
-            if counts[k][j] < 2:  # advantages of fewer can't be normalized
-                continue
-            shares = gradient(agent, Batch(*(x[rows] for x in batch)), moments[k, j], args)
+    for epoch in epochs:
+        for rows in epoch:
+            minibatch = Batch(*(x[rows] for x in batch))
+            shares = gradient(agent, minibatch, next(moments), args)
             grad, share = world_sum(shares).tensor_split([len(agent.vector)])
             norm = grad.norm(keepdim=True)  # over all parameters (detail 11)
             agent.vector.grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             agent.adam.step()
             metrics.append(torch.cat([share, norm]))
-        learned = sum(count >= 2 for count in counts[k])  # minibatches of this epoch
-        if learned == 0:
-            return {}
-        approx_kl = torch.stack(metrics[-learned:])[:, METRICS.index("approx_kl")]
+        approx_kl = torch.stack(metrics[-len(epoch) :])[:, METRICS.index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
     means = torch.stack(metrics).mean(dim=0).tolist()
-    residual, targets = (batch.returns - batch.values).double(), batch.returns.double()
-    powers = [(x.pow(k) * batch.weights).sum() for x in (residual, targets) for k in (0, 1, 2)]
-    count, mean, square = world_sum(torch.stack(powers)).view(2, 3).unbind(-1)
-    unexplained, variance = (square / count - (mean / count).square()).tolist()
     metrics = {f"losses/{name}": mean for name, mean in zip(METRICS, means, strict=True)}
+    x = torch.stack([batch.returns - batch.values, batch.returns]).double()
+    w = batch.weights.expand_as(x)
+    count, total, squares = world_sum(torch.stack([w, w * x, w * x.square()]).sum(dim=-1))
+    count = count.clamp(min=1.0)
+    unexplained, variance = (squares / count - (total / count).square()).tolist()
     return metrics | {"losses/explained_variance": 1.0 - unexplained / max(variance, 1e-12)}
 
 
 # --- rollout --------------------------------------------------------------------------------------
+def start(agent: Agent, envs: Envs, args: Args) -> tuple[dict, Rollout]:
+    """What acting reads, and a rollout to be filled; a CUDA graph wants both to stay in place."""
+    T, N, device = args.num_steps, len(envs.obs), agent.vector.device
+    at = {
+        "obs": torch.as_tensor(envs.obs, device=device).clone(),  # [N, 4, 84, 84], bytes
+        "noise": torch.zeros((T, N, len(agent.actor.bias)), device=device),
+        "t": torch.zeros(1, dtype=torch.int64, device=device),  # the rollout's next row
+    }
+    pixels = torch.zeros((T, N, 84, 84, 4), dtype=torch.uint8, device=device)
+    data = Rollout(
+        obs=pixels.permute(0, 1, 4, 2, 3),
+        actions=torch.zeros((T, N), dtype=torch.int64, device=device),
+        logprobs=torch.zeros((T, N), device=device),
+        values=torch.zeros((T + 1, N), device=device),
+        rewards=np.zeros((T, N)),
+        terminated=np.zeros((T, N), bool),
+        truncated=np.zeros((T, N), bool),
+        valid=np.zeros((T, N), bool),
+    )
+    return at, data
+
+
 @torch.no_grad()
-def rollout(agent: Agent, envs: Envs, run: "Run", args: Args) -> Rollout:
-    """Take `num_steps` steps in every environment, going on where the last rollout stopped
-    (detail 1)."""
-    T, N, which, device = args.num_steps, len(envs.obs), own_envs(args), agent.vector.device
-    obs = torch.empty((T, N, 84, 84, 4), dtype=torch.uint8, device=device).permute(0, 1, 4, 2, 3)
-    rewards = np.zeros((T, N))
-    terminated = np.zeros((T, N), bool)
-    truncated = np.zeros((T, N), bool)
-    valid = np.zeros((T, N), bool)
-    logprobs, actions, values = [], [], []
-    log = np.zeros((4, T, args.num_envs))  # valid; whether a game ended, its score, its length
+def acting_step(agent: Agent, at: dict, data: Rollout) -> torch.Tensor:
+    """Actions [N] at the present observations; both become the rollout's next row. All is done in
+    place, on the device, so that a CUDA graph can hold it."""
+    t = at["t"]
+    policy, values = agent.policy(at["obs"])
+    actions = (policy + at["noise"][t].squeeze(0)).argmax(dim=-1)
+    data.obs[t] = at["obs"]
+    data.actions[t] = actions
+    data.logprobs[t] = policy.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+    data.values[t] = values
+    t += 1
+    return actions
+
+
+@torch.no_grad()
+def rollout(agent, envs: Envs, at: dict, data: Rollout, run: "Run", args: Args, act=acting_step):
+    """Fill the rollout with `num_steps` steps in every environment, going on where the last one
+    stopped (detail 1)."""
+    which = own_envs(args)
     # Gumbel noise, whose argmax is a sample of the policy; drawn for all environments, wherever
     rng = np.random.default_rng((args.seed, run.iteration, 0))
-    noise = rng.gumbel(size=(T, args.num_envs, len(agent.actor.bias)))[:, which]
-    noise = torch.as_tensor(noise, dtype=torch.float32, device=device)
-    for t in range(T):
-        obs[t] = torch.as_tensor(envs.obs)
-        valid[t] = ~envs.over
-        policy, value = agent.policy(obs[t])
-        action = (policy + noise[t]).argmax(dim=-1)
-        logprobs.append(policy.gather(-1, action.unsqueeze(-1)).squeeze(-1))
-        actions.append(action)
-        values.append(value.clone())  # the next replay of a CUDA graph overwrites it
-        rewards[t], terminated[t], truncated[t] = envs.step(action.cpu().numpy())
-        log[0, t, which] = valid[t]
+    noise = rng.gumbel(size=(args.num_steps, args.num_envs, len(agent.actor.bias)))[:, which]
+    at["noise"].copy_(torch.as_tensor(noise, dtype=torch.float32))
+    at["t"].zero_()
+    log = np.zeros((4, args.num_steps, args.num_envs))  # valid; a game ended, its score, its length
+    for t in range(args.num_steps):
+        data.valid[t] = ~envs.over
+        actions = act(agent, at, data).cpu().numpy()
+        data.rewards[t], data.terminated[t], data.truncated[t] = envs.step(actions)
+        at["obs"].copy_(torch.as_tensor(envs.obs), non_blocking=True)
         for i, score, length in envs.ended:
             log[1:, t, which.start + i] = 1.0, score, length
-    values.append(agent.get_value(torch.as_tensor(envs.obs, device=device)))
-    log = world_sum(torch.as_tensor(log, device=device)).cpu().numpy()  # everyone's
+    data.values[-1] = agent.get_value(at["obs"])
+    log[0, :, which] = data.valid
+    log = world_sum(torch.as_tensor(log, device=at["t"].device)).cpu().numpy()  # everyone's
     for counted, ended, scores, lengths in log.swapaxes(0, 1):
         run.global_step += int(counted.sum())
         games = np.flatnonzero(ended).tolist()
         if games and RANK == 0:
             run.log_episodes([(i, float(scores[i]), int(lengths[i])) for i in games])
-    actions, logprobs, values = (torch.stack(x) for x in (actions, logprobs, values))
-    return Rollout(obs, actions, logprobs, values, rewards, terminated, truncated, valid)
 
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
@@ -562,6 +582,8 @@ class Run:
             more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one, however often resumed
             self.wandb = wandb.init(name=self.folder.name, **project, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
+        table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
+        self.writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *table]))
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
@@ -587,11 +609,12 @@ class Run:
     def log_episodes(self, ended: list[tuple[int, float, int]]):
         """Log the (environment, return, length) of the episodes that one step has ended: a row
         each, and for TensorBoard, which has one value a step, their mean."""
-        for _, episodic_return, length in ended:
+        for _, score, length in ended:
             seconds = time.monotonic() - self.start
-            self.csv.write(f"{self.global_step},{seconds:.2f},{episodic_return},{length}\n")
-            self.bar.write(f"global_step={self.global_step}, episodic_return={episodic_return:.4f}")
-            self.returns.append(episodic_return)
+            self.csv.write(f"{self.global_step},{seconds:.2f},{score},{length}\n")
+            if not self.args.quiet:
+                self.bar.write(f"global_step={self.global_step}, episodic_return={score:.4f}")
+            self.returns.append(score)
         self.rows += len(ended)
         _, returns, lengths = zip(*ended, strict=True)
         self.writer.add_scalar("charts/episodic_return", np.mean(returns), self.global_step)
@@ -652,8 +675,6 @@ def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
     content, path = {}, Path(folder) / "checkpoint.pt"
     try:
-        if not path.is_file():
-            raise FileNotFoundError(path.name)
         with zipfile.ZipFile(path) as file:
             if file.testzip():
                 raise ValueError("it is damaged")
@@ -701,9 +722,18 @@ def drawn_envs(args: Args) -> Envs:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play `eval_episodes` games greedily with the agent saved in `args.evaluate`; print each score
-    and, with `capture_video`, record them into its videos/. Writes nothing else."""
+    """Play the run in `args.evaluate` greedily, then with drawn actions as in training; returns the
+    greedy returns. `capture_video` records the greedy episodes into its videos/."""
     torch.set_num_threads(args.num_threads or 1)
+    greedy = play(args, "eval")
+    drawn = play(replace(args, capture_video=False), "drawn")
+    for name, returns in (("greedy", greedy), ("drawn", drawn)):
+        print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
+    return greedy
+
+
+def play(args: Args, name: str) -> list[float]:
+    """Returns of `eval_episodes` episodes, printed under this name; those of "drawn" are drawn."""
     played, videos = replace(args, seed=episode_seed(args.seed, 2**31)), args.evaluate / "videos"
     if args.capture_video:
         refuse_links(args.evaluate)
@@ -712,25 +742,21 @@ def evaluate(args: Args) -> list[float]:
     else:
         envs = Envs(played, slice(0, 1))
     returns, frames = [], []
-    steps = 0  # of the game so far
     with contextlib.closing(envs):
         agent, _ = load(args.evaluate, envs)
+        rng = np.random.default_rng(played.seed)
         while len(returns) < args.eval_episodes:
-            envs.step(agent.act(envs.obs))
-            steps += 1
+            noise = rng.gumbel(size=(1, len(agent.actor.bias))) if name == "drawn" else None
+            envs.step(agent.act(envs.obs, noise))
             if args.capture_video:
                 frames.append(envs.vector.render(env_ids=[0])[0])
             for _, episodic_return, _ in envs.ended:
-                said = f"eval_episode={len(returns)}, episodic_return={episodic_return:.2f}"
+                said = f"{name}_episode={len(returns)}, episodic_return={episodic_return:.2f}"
                 print(said, flush=True)
                 if args.capture_video:
                     save_frames(frames, videos, len(returns))
                 returns.append(episodic_return)
                 frames = []
-                steps = 0
-            if steps > 100_000:
-                fail("100,000 steps, and the game has no end")
-    print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
 
 
@@ -800,12 +826,12 @@ def compile_grad(agent: Agent, args: Args):
     try:
         torch.compiler.reset()  # of another agent in this process
         torch._dynamo.config.trace_autograd_ops = True
-        torch.compile(lambda x: x + 1, options=options)(agent.vector)
+        torch.compile(lambda x: x + 1)(agent.vector)
     except Exception as error:  # whatever a missing or broken compiler raises
         if RANK == 0:
             print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
         return minibatch_grad
-    agent.policy = torch.compile(agent.policy, fullgraph=True, options=options)
+    agent.policy = torch.compile(agent.policy, fullgraph=True)
     compiled = torch.compile(minibatch_grad, fullgraph=True, options=options)
     seen, given = None, None
 
@@ -816,6 +842,28 @@ def compile_grad(agent: Agent, args: Args):
         return compiled(agent, minibatch, moments, given)
 
     return gradient
+
+
+class Recorded:
+    """A function whose tensors stay where they are, as a CUDA graph: called as it is three times,
+    in which libraries get ready, then recorded, and replayed ever after. A graph holds numbers as
+    they were: it is recorded again when one of Args has changed."""
+
+    def __init__(self, function):
+        self.function, self.calls, self.numbers = function, 0, None
+
+    def __call__(self, *given):
+        self.calls += 1
+        if self.calls <= 3:
+            return self.function(*given)
+        numbers = [dict(vars(x)) for x in given if isinstance(x, Args)]
+        if numbers != self.numbers:
+            self.numbers = numbers
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.result = self.function(*given)
+        self.graph.replay()
+        return self.result
 
 
 def followed(args: Args, device: torch.device) -> SimpleNamespace:
@@ -886,8 +934,8 @@ def train(args: Args | None) -> Path | None:
     (checkpoint,) = told
     torch.set_num_threads(args.num_threads or threads)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    _, start, *_ = checkpoint.get("counters", (0, 0))
-    envs = Envs(args, own_envs(args), start, args.env_threads or threads)
+    _, iteration, *_ = checkpoint.get("counters", (0, 0))
+    envs = Envs(args, own_envs(args), iteration, args.env_threads or threads)
     with contextlib.closing(envs):
         torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
         agent = Agent(envs, args).to(device)
@@ -897,20 +945,22 @@ def train(args: Args | None) -> Path | None:
         if args.world_size > 1:
             dist.broadcast(agent.vector, src=0)
         gradient = compile_grad(agent, args)
+        at, data = start(agent, envs, args)
+        act = Recorded(acting_step) if args.cudagraphs and device.type == "cuda" else acting_step
         with stop_signals() as stop, Run(args, checkpoint) as run:
             if RANK == 0:
-                how = f"{device}, {'eager' if gradient is minibatch_grad else 'compiled'}"
-                how += f", iterations {run.iteration} to {args.num_iterations}, in {run.folder}"
-                run.bar.write(f"{args.env_id} on {args.world_size} x {how}")
+                how = "eager" if gradient is minibatch_grad else "compiled"
+                todo = f"iterations {run.iteration} to {args.num_iterations}, in {run.folder}"
+                run.bar.write(f"{args.env_id} on {args.world_size} x {device}, {how}, {todo}")
                 save(run, agent)
             stopped = False
             while run.iteration < args.num_iterations and not stopped:
                 remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
                 learning_rate = remaining * args.learning_rate  # annealed (detail 4)
-                data = rollout(agent, envs, run, args)
+                rollout(agent, envs, at, data, run, args, act)
                 metrics = update(agent, data, run.iteration, learning_rate, args, gradient)
-                check_finite(run.iteration, {"rewards": data.rewards})
-                check_finite(run.iteration, metrics | agent.state_dict())
+                found = {"rewards": data.rewards} | metrics | agent.state_dict()
+                check_finite(run.iteration, found)
                 run.log(metrics | {"charts/learning_rate": learning_rate})
                 if RANK == 0 and run.iteration % args.checkpoint_interval == 0:
                     save(run, agent)

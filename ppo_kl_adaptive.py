@@ -44,6 +44,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -68,32 +69,33 @@ from tyro.conf import arg
 
 @dataclass
 class Args:
-    exp_name: str = Path(__file__).stem  # the experiment's name, part of the run's
-    seed: int = 1  # of everything: networks, actions, minibatches and each episode's reset
-    torch_deterministic: bool = True  # torch.backends.cudnn.deterministic
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's name
+    seed: int = 1  # seeds the networks, actions, minibatches and each episode's reset
+    torch_deterministic: bool = True  # sets torch.backends.cudnn.deterministic
     cuda: bool = True  # use a GPU if there is one; networks this small gain little from it
-    num_threads: int = 1  # CPU threads of torch; more rarely pay for networks of this size
+    num_threads: int = 1  # CPU threads of torch; more than one rarely helps networks this small
     track: bool = False  # also log to Weights and Biases
-    wandb_project_name: str = "ppo"  # its project
-    wandb_entity: str | None = None  # its entity (team)
+    wandb_project_name: str = "ppo"  # project in Weights and Biases
+    wandb_entity: str | None = None  # team (entity) in Weights and Biases
+    quiet: bool = False  # print no line per episode
     capture_video: bool = False  # record the evaluation, after training or with --evaluate
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
-    run_dir: Path | None = None  # default runs/{env_id}__{exp_name}__{seed}__{time}
-    resume: Path | None = None  # go on with the run in this folder, with its own arguments
-    evaluate: Path | None = None  # play the run in this folder greedily, and exit
+    run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
+    resume: Path | None = None  # continue the run in this folder with its own arguments
+    evaluate: Path | None = None  # play the run in this folder, greedily and with drawn actions
     eval_episodes: int = 10  # episodes played by --evaluate
     checkpoint_interval: int = 10  # iterations between checkpoints
 
     # Environments
     env_id: Annotated[str, arg(aliases=["--env-name"])] = "Hopper-v4"  # gymnasium's, dm_control/...
     env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
-    env_workers: int = 0  # processes that step the environments; 0: this one
+    env_workers: int = 0  # processes that step the environments; 0: the main process
     num_envs: int = 1  # environments played side by side; their whole episodes are pooled
 
     # Algorithm
     total_timesteps: int = 1_000_000  # steps of the whole run; the last iteration may overshoot
-    num_episodes: Annotated[int, arg(aliases=["-n"])] = 0  # of the whole run, instead of steps
-    episodes_per_batch: Annotated[int, arg(aliases=["--batch-size", "-b"])] = 20  # an iteration's b
+    num_episodes: Annotated[int, arg(aliases=["-n"])] = 0  # episodes of the run, instead of steps
+    episodes_per_batch: Annotated[int, arg(aliases=["--batch-size", "-b"])] = 20  # episodes (b)
     gamma: Annotated[float, arg(aliases=["-g"])] = 0.995  # discount factor
     gae_lambda: Annotated[float, arg(aliases=["--lam", "-l"])] = 0.98  # lambda of the advantage
     update_epochs: int = 20  # most passes of the policy over an iteration's batch, one step each
@@ -101,8 +103,8 @@ class Args:
     hid1_mult: Annotated[int, arg(aliases=["-m"])] = 10  # first hidden layers' units per input
     policy_logvar: Annotated[float, arg(aliases=["-v"])] = -1.0  # initial log variance of actions
     learning_rate: float | None = None  # the policy's; default 9e-4 / sqrt(second layer's units)
-    value_learning_rate: float | None = None  # its own; default 1e-2 / sqrt(second layer's units)
-    servo: Literal["coady", "schulman", "fixed", "learning-rate"] = "coady"  # what adapts
+    value_learning_rate: float | None = None  # default 1e-2 / sqrt(second layer's units)
+    servo: Literal["coady", "schulman", "fixed", "learning-rate"] = "coady"  # what follows the KL
     kl_targ: Annotated[float | None, arg(aliases=["-k"])] = None  # d: coady's 0.003, others 0.01
     beta: float | None = None  # weight of the KL penalty at first; 1, with learning-rate 0
     bootstrap_truncation: bool = False  # departure: the value after a time limit is not 0
@@ -133,8 +135,6 @@ def check(args, low: dict, high: dict):
             least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
-    if not args.exp_name:
-        raise ValueError("--exp-name '': a name is wanted")
     try:
         dict(**json.loads(args.env_kwargs))
     except (TypeError, ValueError, RecursionError) as error:
@@ -184,19 +184,14 @@ def make_env(env_id: str, **options) -> gym.Env:
         check_spaces(env_id, env.observation_space, env.action_space)
     except Exception as error:  # whatever gymnasium or the environment's own code raises
         place = traceback.extract_tb(error.__traceback__)[-1]
-        what = repr(error) if str(error) else f"{error!r}: {place.line}"
-        hint = f"raised in {place.filename}, line {place.lineno}; your own: module:Id; "
-        fail(f"--env-id {env_id}: {what}, {hint}its arguments: --env-kwargs")
+        where = f"raised in {place.filename}, line {place.lineno}: {place.line}"
+        fail(f"--env-id {env_id}: {error!r}, {where}; your own: module:Id; arguments: --env-kwargs")
     space = env.observation_space
     return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
 
 
-VECTORS = (
-    gym.spaces.Box,
-    gym.spaces.Discrete,
-    gym.spaces.MultiDiscrete,
-    gym.spaces.MultiBinary,
-)  # flattened, these are numbers, always as many
+# Flattened, these are numbers, always as many
+VECTORS = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
 
 
 def leaves(space: gym.Space) -> list[gym.Space]:
@@ -267,7 +262,7 @@ class Envs:
         seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
         seed_others(seed)
         obs, _ = self.envs[i].reset(seed=seed)
-        self.obs[i] = np.reshape(obs, self.observation_space.shape)
+        self.obs[i] = np.asarray(obs).reshape(self.observation_space.shape)
 
     def play(self, i: int, shaped: np.ndarray):
         """One step of an environment: reward, terminated, truncated."""
@@ -280,10 +275,12 @@ class Envs:
             what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
             hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
             raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
-        self.obs[i] = np.reshape(obs, self.observation_space.shape)
+        self.obs[i] = np.asarray(obs).reshape(self.observation_space.shape)
         self.over[i] = over
         self.lengths[i] = len(rewards)
-        if len(rewards) > 100_000 and not over:
+        if over:
+            self.ended.append((self.numbers[i], math.fsum(rewards), len(rewards)))
+        elif len(rewards) > 100_000:
             hint = """max_episode_steps, --env-kwargs '{"max_episode_steps": 1000}'"""
             raise TimeoutError(f"100,000 steps, no end: whole episodes need {hint}")
         return rewards[-1], terminated, truncated
@@ -291,19 +288,16 @@ class Envs:
     def step(self, actions: np.ndarray, going: np.ndarray):
         """Take actions [N, A] or choices [N] in the environments that are `going` [N]: rewards,
         terminated, truncated [N]."""
-        rewards = np.zeros(len(actions))
-        terminated = np.zeros(len(actions), bool)
-        truncated = np.zeros(len(actions), bool)
+        rewards = [0.0] * len(actions)  # lists are filled faster than arrays
+        terminated = [False] * len(actions)
+        truncated = [False] * len(actions)
         self.ended = []
         shaped = to_env(self.action_space, actions)
         for i in going.nonzero()[0].tolist():
             if self.over[i]:
                 self.reset(i)
-                continue
-            rewards[i], terminated[i], truncated[i] = self.play(i, shaped[i])
-            if self.over[i]:
-                both = math.fsum(self.rewards[i]), len(self.rewards[i])
-                self.ended.append((self.numbers[i], *both))
+            else:
+                rewards[i], terminated[i], truncated[i] = self.play(i, shaped[i])
         return rewards, terminated, truncated
 
     def shown(self) -> dict[str, np.ndarray]:
@@ -356,11 +350,7 @@ class WorkerEnvs:
             process.start()
             theirs.close()
             self.workers.append((process, ours, slice(numbers[0], numbers[-1] + 1)))
-        try:
-            self.observation_space, self.action_space = self.receive()[0]
-        except BaseException:
-            self.close()
-            raise
+        self.observation_space, self.action_space = self.receive()[0]
 
     def receive(self) -> list:
         """What each worker answers; their states are joined to this one's."""
@@ -371,11 +361,13 @@ class WorkerEnvs:
             except (EOFError, ConnectionResetError):
                 process.join(1)
                 why = f"a process of --env-workers was killed (exit code {process.exitcode})"
-                raise RuntimeError(f"{why}: not enough memory?") from None
+                replies.append(RuntimeError(f"{why}: not enough memory?"))
             if isinstance(replies[-1], SystemExit):  # refused, in one line
+                self.close()
                 sys.stderr.write(str(replies[-1]))
                 raise SystemExit(2)
             if isinstance(replies[-1], Exception):
+                self.close()
                 raise replies[-1]
         shown, ended, results = zip(*replies, strict=True)
         for name in shown[0]:  # obs, over ... [N, ...]
@@ -500,31 +492,23 @@ def as_numpy(network: nn.Module, scale=1.0, shift=0.0):
     """scale * network(x) + shift, as it is now, as a function of arrays x [N, D]. Linear layers and
     tanh become numpy, which is fast where rows are few; all others are called in torch."""
     scale, shift = (torch.as_tensor(x).cpu() for x in (scale, shift))
-    layers = list(network) if type(network) is nn.Sequential else [network]
-    plain = [type(layer) is nn.Linear and layer.bias is not None for layer in layers]
-    functions = []
-    for layer, linear in zip(layers, plain, strict=True):
-        if linear:
-            weight, bias = layer.weight.cpu().clone(), layer.bias.cpu().clone()
-            if layer is layers[-1]:
-                weight, bias = weight * scale[..., None], bias * scale + shift
-            weight, bias = weight.numpy().T, bias.numpy()
-            functions.append(lambda x, weight=weight, bias=bias: x @ weight + bias)
-        elif type(layer) is nn.Tanh:
-            functions.append(np.tanh)
-        else:
-            module = copy.deepcopy(layer).cpu().requires_grad_(False)
-            functions.append(lambda x, module=module: module(torch.from_numpy(x)).numpy())
-    if not plain[-1]:
-        scale, shift = scale.numpy(), shift.numpy()
-        functions.append(lambda x: x * scale + shift)
+    if type(network) is nn.Sequential:
+        *hidden, last = network
+        steps = [np.tanh if type(layer) is nn.Tanh else as_numpy(layer) for layer in hidden]
+        steps.append(as_numpy(last, scale, shift))
 
-    def function(x: np.ndarray) -> np.ndarray:
-        for step in functions:
-            x = step(x)
-        return x
+        def function(x: np.ndarray) -> np.ndarray:
+            for step in steps:
+                x = step(x)
+            return x
 
-    return function
+        return function
+    if type(network) is nn.Linear and network.bias is not None:
+        weight = (network.weight.cpu() * scale[..., None]).numpy().T
+        bias = (network.bias.cpu() * scale + shift).numpy()
+        return lambda x: x @ weight + bias
+    module = copy.deepcopy(network).cpu().requires_grad_(False)
+    return lambda x: (module(torch.from_numpy(x)) * scale + shift).numpy()
 
 
 class Agent(nn.Module):
@@ -913,11 +897,10 @@ class Run:
         self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
         self.start = time.monotonic() - seconds
         self.status = "failed"  # until training has ended well
-        self.new = not args.resume
-        self.folder = args.resume or args.run_dir
         try:
-            self.folder = self.folder or new_folder(args)
+            self.folder = args.resume or args.run_dir or new_folder(args)
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.new = not any(self.folder.iterdir())
             refuse_links(self.folder)
             path = self.folder / "episodes.csv"
             self.csv = open(path, "a", buffering=1)  # noqa: SIM115
@@ -925,16 +908,15 @@ class Run:
         except BlockingIOError:
             fail(f"{self.folder}: another process trains in this folder")
         except OSError as error:
-            fail(f"{self.folder}: {error}")
+            fail(f"no folder for the run: {error}")
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {self.folder} goes on with it")
         # what was logged after the checkpoint goes: it will be logged again
         known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
         self.csv.truncate(len(b"".join(known)))
-        self.rows = len(known) - 1
+        self.rows = max(len(known) - 1, 0)
         if not known:
             self.csv.write("global_step,seconds,return,length\n")
-            self.rows = 0
         self.wandb = None
         if args.track:
             import wandb  # before the writer, which it follows
@@ -944,6 +926,8 @@ class Run:
             more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one, however often resumed
             self.wandb = wandb.init(name=self.folder.name, **project, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
+        table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
+        self.writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *table]))
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
@@ -957,21 +941,18 @@ class Run:
             self.wandb.finish()
         self.write_json(self.status)
         if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
-            for pattern in ("run.json", "checkpoint.pt", "episodes.csv", "events.out.tfevents.*"):
-                for path in self.folder.glob(pattern):
-                    path.unlink()
-            with contextlib.suppress(OSError):  # something else is in the folder
-                self.folder.rmdir()
+            shutil.rmtree(self.folder, ignore_errors=True)
         self.csv.close()
 
     def log_episodes(self, ended: list[tuple[int, float, int]]):
         """Log the (environment, return, length) of the episodes that one step has ended: a row
         each, and for TensorBoard, which has one value a step, their mean."""
-        for _, episodic_return, length in ended:
+        for _, score, length in ended:
             seconds = time.monotonic() - self.start
-            self.csv.write(f"{self.global_step},{seconds:.2f},{episodic_return},{length}\n")
-            self.bar.write(f"global_step={self.global_step}, episodic_return={episodic_return:.4f}")
-            self.returns.append(episodic_return)
+            self.csv.write(f"{self.global_step},{seconds:.2f},{score},{length}\n")
+            if not self.args.quiet:
+                self.bar.write(f"global_step={self.global_step}, episodic_return={score:.4f}")
+            self.returns.append(score)
         self.rows += len(ended)
         _, returns, lengths = zip(*ended, strict=True)
         self.writer.add_scalar("charts/episodic_return", np.mean(returns), self.global_step)
@@ -1033,8 +1014,6 @@ def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
     content, path = {}, Path(folder) / "checkpoint.pt"
     try:
-        if not path.is_file():
-            raise FileNotFoundError(path.name)
         with zipfile.ZipFile(path) as file:
             if file.testzip():
                 raise ValueError("it is damaged")
@@ -1095,7 +1074,17 @@ def drawn_env(args: Args) -> gym.Env:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily; `capture_video` records it into its videos/."""
+    """Play the run in `args.evaluate` greedily, then with drawn actions as in training; returns the
+    greedy returns. `capture_video` records the greedy episodes into its videos/."""
+    greedy = play(args, "eval")
+    drawn = play(replace(args, capture_video=False), "drawn")
+    for name, returns in (("greedy", greedy), ("drawn", drawn)):
+        print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
+    return greedy
+
+
+def play(args: Args, name: str) -> list[float]:
+    """Returns of `eval_episodes` episodes, printed under this name; those of "drawn" are drawn."""
     played = replace(args, seed=episode_seed(args.seed, 2**31))
     if args.capture_video:
         refuse_links(args.evaluate)
@@ -1108,19 +1097,19 @@ def evaluate(args: Args) -> list[float]:
     returns = []
     bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
     with contextlib.closing(envs), bar:
-        act = load(args.evaluate, envs)[0].numpy_actor()
+        agent, _ = load(args.evaluate, envs)
+        act = agent.numpy_actor()
         while len(returns) < args.eval_episodes:
+            noise = agent.noise(1) if name == "drawn" else None
             try:
-                envs.step(act(envs.obs, time=envs.lengths), np.ones(1, bool))
+                envs.step(act(envs.obs, noise, envs.lengths), np.ones(1, bool))
             except TimeoutError as error:
                 fail(str(error))
             bar.update()
             for _, episodic_return, _ in envs.ended:
-                said = f"eval_episode={len(returns)}, episodic_return={episodic_return:.2f}"
-                bar.clear()
-                print(said, flush=True)
+                said = f"episodic_return={episodic_return:.2f}"
+                bar.write(f"{name}_episode={len(returns)}, {said}")
                 returns.append(episodic_return)
-    print(f"greedy, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
 
 

@@ -31,6 +31,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -53,19 +54,20 @@ from tqdm import tqdm
 
 @dataclass
 class Args:
-    exp_name: str = Path(__file__).stem  # the experiment's name, part of the run's
-    seed: int = 1  # of everything: network, actions, minibatches and environments
-    torch_deterministic: bool = True  # torch.backends.cudnn.deterministic
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's name
+    seed: int = 1  # seeds the network, actions, minibatches and environments
+    torch_deterministic: bool = True  # sets torch.backends.cudnn.deterministic
     cuda: bool = True  # use a GPU if there is one
     num_threads: int = 0  # CPU threads of torch; 0: as many as there are cores
     bf16: bool = False  # convolutions and hidden layer in bfloat16: faster if the hardware has it
     track: bool = False  # also log to Weights and Biases
-    wandb_project_name: str = "ppo"  # its project
-    wandb_entity: str | None = None  # its entity (team)
+    wandb_project_name: str = "ppo"  # project in Weights and Biases
+    wandb_entity: str | None = None  # team (entity) in Weights and Biases
+    quiet: bool = False  # print no line per episode
     capture_video: bool = False  # record the evaluation, after training or with --evaluate
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
-    run_dir: Path | None = None  # default runs/{env_id}__{exp_name}__{seed}__{time}
-    resume: Path | None = None  # go on with the run in this folder, with its own arguments
+    run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
+    resume: Path | None = None  # continue the run in this folder with its own arguments
     evaluate: Path | None = None  # play the run in this folder against another, and exit
     against: str = "RANDOM"  # with --evaluate: the folder of the other run; RANDOM: a random player
     eval_episodes: int = 20  # games of an evaluation, every other one with sides changed
@@ -75,7 +77,7 @@ class Args:
     # Algorithm
     env_id: str = "pong_v3"  # a two-player Atari game, by its id in PettingZoo
     total_timesteps: int = 20_000_000  # steps of all players, rounded down to iterations
-    learning_rate: float = 2.5e-4  # Adam's, in the first iteration
+    learning_rate: float = 2.5e-4  # Adam's learning rate in the first iteration
     num_envs: int = 16  # players side by side, two in each game; rounded down to an even number
     num_steps: int = 128  # steps of each player per iteration
     anneal_lr: bool = True  # lower the learning rate linearly
@@ -85,11 +87,11 @@ class Args:
     update_epochs: int = 4  # passes over an iteration's samples
     norm_adv: bool = True  # normalize advantages within each minibatch
     clip_coef: float = 0.1  # epsilon of the clipped surrogate
-    clip_vloss: bool = True  # clip the change of the value, too
+    clip_vloss: bool = True  # also clip the change of the value
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    max_grad_norm: float = 0.5  # largest norm of the gradient over all parameters
-    target_kl: float | None = None  # no further epoch once the mean approx_kl of one exceeds it
+    max_grad_norm: float = 0.5  # the gradient of all parameters is scaled down to this norm
+    target_kl: float | None = None  # stop the epochs once the mean approx_kl of one exceeds this
     batch_size: int = 0  # computed: num_envs * num_steps
     minibatch_size: int = 0  # computed: batch_size // num_minibatches
     num_iterations: int = 0  # computed: total_timesteps // batch_size
@@ -117,8 +119,6 @@ def check(args, low: dict, high: dict):
             least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
-    if not args.exp_name:
-        raise ValueError("--exp-name '': a name is wanted")
     if args.resume and (args.run_dir or args.evaluate):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
@@ -464,11 +464,10 @@ class Run:
         self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
         self.start = time.monotonic() - seconds
         self.status = "failed"  # until training has ended well
-        self.new = not args.resume
-        self.folder = args.resume or args.run_dir
         try:
-            self.folder = self.folder or new_folder(args)
+            self.folder = args.resume or args.run_dir or new_folder(args)
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.new = not any(self.folder.iterdir())
             refuse_links(self.folder)
             path = self.folder / "episodes.csv"
             self.csv = open(path, "a", buffering=1)  # noqa: SIM115
@@ -476,16 +475,15 @@ class Run:
         except BlockingIOError:
             fail(f"{self.folder}: another process trains in this folder")
         except OSError as error:
-            fail(f"{self.folder}: {error}")
+            fail(f"no folder for the run: {error}")
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {self.folder} goes on with it")
         # what was logged after the checkpoint goes: it will be logged again
         known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
         self.csv.truncate(len(b"".join(known)))
-        self.rows = len(known) - 1
+        self.rows = max(len(known) - 1, 0)
         if not known:
             self.csv.write("global_step,seconds,return,length\n")
-            self.rows = 0
         self.wandb = None
         if args.track:
             import wandb  # before the writer, which it follows
@@ -495,6 +493,8 @@ class Run:
             more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one, however often resumed
             self.wandb = wandb.init(name=self.folder.name, **project, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
+        table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
+        self.writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *table]))
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.write_json("running")
 
@@ -508,11 +508,7 @@ class Run:
             self.wandb.finish()
         self.write_json(self.status)
         if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
-            for pattern in ("run.json", "checkpoint.pt", "episodes.csv", "events.out.tfevents.*"):
-                for path in self.folder.glob(pattern):
-                    path.unlink()
-            with contextlib.suppress(OSError):  # something else is in the folder
-                self.folder.rmdir()
+            shutil.rmtree(self.folder, ignore_errors=True)
         self.csv.close()
 
     def log_episodes(self, ended: list[tuple[int, float, int]]):
@@ -522,7 +518,8 @@ class Run:
             seconds = time.monotonic() - self.start
             self.csv.write(f"{self.global_step},{seconds:.2f},{score},{length}\n")
             said = f"global_step={self.global_step}, player={player % 2}"
-            self.bar.write(f"{said}, episodic_return={score:.4f}")
+            if not self.args.quiet:
+                self.bar.write(f"{said}, episodic_return={score:.4f}")
             self.returns.append(score)
         self.rows += len(ended)
         for side in {player % 2 for player, _, _ in ended}:
@@ -585,8 +582,6 @@ def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
     content, path = {}, Path(folder) / "checkpoint.pt"
     try:
-        if not path.is_file():
-            raise FileNotFoundError(path.name)
         with zipfile.ZipFile(path) as file:
             if file.testzip():
                 raise ValueError("it is damaged")

@@ -383,7 +383,8 @@ def find(folders: Iterable[Path]) -> list[Run]:
         if run.status != "unreadable" and places.setdefault(key, place) is not place:
             refuse(
                 f"{place}: a second run of {run.algorithm} on {run.env_id} with seed {run.seed}, "
-                f"the first is in {places[key]}; report them apart, or give one another --exp-name"
+                f"the first is in {places[key]}; report them apart, or give one another "
+                "--variant or --exp-name"
             )
         runs.append(run)
     if not runs:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import combinations, groupby, product
 from pathlib import Path
+from textwrap import wrap
 from typing import Literal
 
 import numpy as np
@@ -22,6 +23,7 @@ from benchmark.programs import duration, refuse
 Metric = Literal["training", "evaluation"]
 GOALS = (0.5, 0.9)  # of the normalised scale
 POINTS = 100  # of a learning curve
+MOST = 8  # algorithms that are compared in pairs, as there are colours
 GAMES = 100  # training episodes whose mean is a training score
 METRICS = {
     "training": f"mean return of the last {GAMES} training episodes",
@@ -99,11 +101,14 @@ def observed(groups: Iterable[Group], env_id: str, metric: str) -> Scale:
 
 def compared(groups: list[Group], metric: str) -> list[tuple[dict, list[str]]]:
     """What can be compared over environments: ({algorithm: its groups}, environments) of all
-    algorithms, or of each pair if no environment has finished runs of all."""
+    algorithms. If no environment has finished runs of all, of those that some environment has, on
+    all environments that have them: at most one comparison for each environment."""
     whole = {name: {} for name in sorted({member.algorithm for member in groups})}
+    there = defaultdict(set)  # by environment
     for member in groups:
         if not member.mixed and len(member.scores(metric)):
             whole[member.algorithm][member.env_id] = member
+            there[member.env_id].add(member.algorithm)
 
     def common(names: Iterable[str]) -> tuple[dict, list[str]]:
         env_ids = sorted(set.intersection(*(set(whole[name]) for name in names)))
@@ -111,7 +116,8 @@ def compared(groups: list[Group], metric: str) -> list[tuple[dict, list[str]]]:
 
     if common(whole)[1]:
         return [common(whole)]
-    return [found for found in map(common, combinations(whole, 2)) if found[1]]
+    sets = dict.fromkeys(tuple(sorted(there[env_id])) for env_id in sorted(there))
+    return [common(names) for names in sets if len(names) > 1]
 
 
 # --- words and tables -----------------------------------------------------------------------------
@@ -201,6 +207,7 @@ def across(comparisons: list, metric: str, scales: dict[str, Scale]) -> list[str
     places = []
     aggregates = []
     pairs = []
+    crowded = []
     statistics = (stats.iqm, stats.mean, stats.median, stats.optimality_gap)
     for k, (algorithms, env_ids) in enumerate(comparisons, 1):
         lengths = {member.budget for own in algorithms.values() for member in own}
@@ -212,6 +219,9 @@ def across(comparisons: list, metric: str, scales: dict[str, Scale]) -> list[str
                 ends = stats.interval(statistic, own)
                 cells.append(f"{ratio(statistic(*own))} {between(*ends, ratio)}")
             aggregates.append(cells)
+        if len(scores) > MOST:
+            crowded.append(k)
+            continue
         for x, y in combinations(scores, 2):
             both = [*scores[x], *scores[y]]
             ends = between(*stats.interval(stats.improvement, both), ratio)
@@ -221,6 +231,9 @@ def across(comparisons: list, metric: str, scales: dict[str, Scale]) -> list[str
     blocks.append(table(header, aggregates))
     if pairs:
         blocks.append(table("comparison | X | Y | P(X > Y) | 95 % interval", pairs))
+    if crowded:
+        which = ", ".join(map(str, crowded))
+        blocks.append(f"No pairs of comparison {which}, of more than {MOST}: name some algorithms.")
     return blocks
 
 
@@ -259,35 +272,82 @@ def styles(groups: Iterable[Group]) -> dict[str, dict]:
 def panels(n: int):
     """A figure with n axes, three in a row."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     columns = min(3, n)
     rows = -(-n // columns)
-    figure = Figure(figsize=(0.4 + 4.2 * columns, 0.5 + 3.1 * rows), layout="constrained")
+    figure = Figure(figsize=(0.3 + 4.2 * columns, 0.1 + 3.1 * rows))
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axis in axes[n:]:
         axis.set_axis_off()
     for axis in axes[:n]:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
+        ticks = {"nbins": 5, "steps": (1, 2, 2.5, 5, 10)}  # half of the time goes into their texts
+        axis.xaxis.set_major_locator(MaxNLocator(**ticks))
+        axis.yaxis.set_major_locator(MaxNLocator(**ticks))
     return figure, axes[:n]
 
 
-def save(figure, looks: dict[str, dict], output: Path, name: str, svg: bool = True):
-    """Write the figure, with its legend below, as png and, if wanted, as svg."""
-    import matplotlib
+def add_legend(figure, looks: dict[str, dict]):
+    """A legend below the axes, for which the figure grows: it covers no curve and is never cut."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], **look) for look in looks.values()]
-    width = max(map(len, looks))
-    columns = max(1, min(len(looks), int(figure.get_figwidth() * 9 / (width + 8))))
-    look = {"loc": "outside lower center", "ncols": columns, "frameon": False}
-    for text in figure.legend(handles, looks, **look).get_texts():
-        text.set_parse_math(False)
-    figure.savefig(output / f"{name}.png", dpi=120)
-    figure.set_layout_engine("none")  # it is laid out, which takes as long as drawing
+    width = figure.get_figwidth()
+    height = figure.get_figheight()
+    for columns in range(min(len(looks), 5), 0, -1):
+        legend = figure.legend(handles, looks, loc="lower center", ncols=columns, frameon=False)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+        box = legend.get_window_extent(figure.canvas.get_renderer())
+        needed = box.width / figure.dpi + 0.2
+        if needed <= width or columns == 1:
+            break
+        legend.remove()
+    below = box.height / figure.dpi
+    figure.set_size_inches(max(width, needed), height + below)
+    lay_out(figure, below)
+
+
+def lay_out(figure, below: float):
+    """Room around and between the axes, in inches, with so much below them for a legend. It is
+    enough for numbers of seven digits and titles of two lines; to measure all texts, as
+    matplotlib's layouts do, takes as long as to draw them."""
+    width, height = figure.get_size_inches()
+    grid = figure.axes[0].get_gridspec()
+    left = 0.95
+    right = 0.15
+    bottom = 0.6 + below
+    top = 0.5
+    between = 0.8  # between columns
+    above = 0.95  # between rows
+    inner_width = (width - left - right - between * (grid.ncols - 1)) / grid.ncols
+    inner_height = (height - bottom - top - above * (grid.nrows - 1)) / grid.nrows
+    figure.subplots_adjust(
+        left=left / width,
+        right=1 - right / width,
+        bottom=bottom / height,
+        top=1 - top / height,
+        wspace=between / inner_width,
+        hspace=above / inner_height,
+    )
+
+
+def save(figure, looks: dict[str, dict], output: Path, name: str, svg: bool = True):
+    """Write the figure, with its legend below, as png and, if wanted, as svg. By the canvases:
+    `savefig` draws everything twice for each file."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    figure.set_dpi(120)
+    canvas = FigureCanvasAgg(figure)
+    add_legend(figure, looks)
+    canvas.print_png(output / f"{name}.png")
     if svg:
         with matplotlib.rc_context({"svg.hashsalt": name}):
-            figure.savefig(output / f"{name}.svg", metadata={"Date": None})
+            FigureCanvasSVG(figure).print_svg(output / f"{name}.svg", metadata={"Date": None})
 
 
 def band(*lines: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]:
@@ -329,7 +389,7 @@ def plot_curves(axes, groups: list[Group], by: Literal["steps", "hours"], looks:
                     axis.plot(x[some], y[some], **look, linewidth=0.8, alpha=0.7)
             if done:
                 plot_band(axis, look, done)
-        axis.set_title(env_id, parse_math=False)
+        axis.set_title("\n".join(wrap(env_id, 34)), parse_math=False)
         axis.set_xlim(left=0)
         axis.set_xlabel("environment steps" if by == "steps" else "hours of training")
         if by == "steps":
@@ -356,10 +416,12 @@ def plot_profile(axis, algorithms: dict, metric: str, scales: dict, looks: dict)
 
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 16px }
 table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto }
 th, td { padding: 3px 10px; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd }
 img { max-width: 100% }
+p { overflow-x: auto }
+@media (max-width: 700px) { img { max-width: none; width: 640px } }
 """
 
 
@@ -373,7 +435,9 @@ def webpage(text: str, output: Path) -> str:
 
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     body = re.sub(r'src="(\w+)\.png"', image, body)
-    head = f'<meta charset="utf-8"><title>Report</title><style>{STYLE}</style>'
+    head = '<meta charset="utf-8">'
+    head += '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += f"<title>Report</title><style>{STYLE}</style>"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}</body></html>\n'
 
 

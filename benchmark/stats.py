@@ -28,13 +28,14 @@ def iqm(*scores: np.ndarray, axis: int = -1):
     numbers of seeds differ, all environments still weigh the same: of the weights, the lowest and
     the highest quarter are left out, to a part of a run.
     """
-    from scipy.stats import trim_mean
-
-    pooled = np.concatenate(scores, axis=axis)
+    pooled = np.moveaxis(np.concatenate(scores, axis=axis), axis, -1)
     seeds = [np.shape(x)[axis] for x in scores]
     if len(set(seeds)) == 1:
-        return trim_mean(pooled, 0.25, axis=axis)
-    pooled = np.moveaxis(pooled, axis, -1)
+        runs = pooled.shape[-1]
+        quarter = runs // 4
+        if quarter:  # what scipy's trim_mean does, a third of whose time is the search for nan
+            pooled = np.partition(pooled, (quarter, runs - quarter - 1), axis=-1)
+        return pooled[..., quarter : runs - quarter].mean(axis=-1)
     order = np.argsort(pooled, axis=-1)
     weights = np.repeat(1 / np.array(seeds), seeds)[order] / len(seeds)
     above = np.cumsum(weights, axis=-1)

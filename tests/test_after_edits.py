@@ -384,7 +384,7 @@ def test_several_rewards_or_flags_are_named(name, reward, flag, make, tmp_path):
     actions = spaces.Discrete(2) if name == "ppo" else VECTOR
     env_id = make(VECTOR, actions, reward=reward, flag=flag)
     flags = f"--env-id {env_id} --num-steps 40 --num-minibatches 2 --run-dir {tmp_path / 'run'}"
-    with pytest.raises(ValueError, match=r"Any-v0: reward .*: one of each is wanted"):
+    with pytest.raises(ValueError, match=r"Any-v0: reward=.*: one of each is wanted"):
         script.train(script.parse_args([*flags.split(), "--total-timesteps", "400"]))
     assert not (tmp_path / "run").exists()
 

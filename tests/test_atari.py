@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from program import ROOT, Toy, assert_same, rows, scalars, status
+from replay import Waits, no_graphs_but_tapes
 
 import ppo_atari_multigpu as script
 from ppo_atari_multigpu import METRICS, Args
@@ -341,14 +342,25 @@ def test_64_environments_of_two_seeds(env_id):
     assert all(len(start) > 20 for start in starts)
 
 
-def toy_rollout(args: Args, T: int, monkeypatch=None):
-    envs, agent, log = script.Envs(args, slice(0, 4)), make_agent(args), Log()
-    return envs, agent, log, script.rollout(agent, envs, log, args)
+class Player:
+    """Games and an agent that plays rollouts in them."""
+
+    def __init__(self, args: Args, which=slice(0, 4), device: str = "cpu", act=script.acting_step):
+        self.args, self.act, self.log = args, act, Log()
+        self.envs, self.agent = script.Envs(args, which), make_agent(args).to(device)
+        self.agent.adam = script.flat_adam(self.agent)
+        self.at, self.data = script.start(self.agent, self.envs, args)
+
+    def rollout(self) -> script.Rollout:
+        given = self.agent, self.envs, self.at, self.data, self.log, self.args, self.act
+        script.rollout(*given)
+        return self.data
 
 
 def test_score_is_the_raw_sum_over_a_whole_game(toys):
     args = small("--num-steps 25")
-    *_, log, data = toy_rollout(args, 25)
+    player = Player(args)
+    log, data = player.log, player.rollout()
     # games of 2 lives, a junk row after each
     wanted = []
     for i, life in enumerate((3, 4, 5, 3)):
@@ -363,7 +375,8 @@ def test_score_is_the_raw_sum_over_a_whole_game(toys):
 
 def test_rows_of_a_rollout_and_their_types(toys):
     args = small("--num-steps 9")
-    envs, agent, log, data = toy_rollout(args, 9)
+    player = Player(args)
+    envs, agent, data = player.envs, player.agent, player.rollout()
     assert (data.obs.dtype, data.obs.shape) == (torch.uint8, (9, 4, 4, 84, 84))
     assert data.obs.nbytes == 9 * 4 * 28224
     assert data.obs.flatten(0, 1).is_contiguous(memory_format=torch.channels_last)
@@ -378,16 +391,67 @@ def test_rows_of_a_rollout_and_their_types(toys):
     torch.testing.assert_close(logprob, data.logprobs.flatten())
     torch.testing.assert_close(values, data.values[:-1].flatten(), atol=1e-5, rtol=1e-5)
     assert len(set(data.actions.flatten().tolist())) == 4
-    again = script.rollout(agent, envs, log, args)
-    assert again.valid[0].tolist() == [True, False, True, True]  # from one rollout to the next
+    assert player.rollout() is data  # filled again
+    assert data.valid[0].tolist() == [True, False, True, True]  # from one rollout to the next
+
+
+def three_rollouts(player: Player) -> list[list[torch.Tensor]]:
+    """The rows of three rollouts, between which the policy changes."""
+    found = []
+    for k in range(3):
+        player.log.iteration = k
+        found.append([torch.as_tensor(x).clone().cpu() for x in player.rollout()])
+        player.agent.vector += 0.01 * torch.cos(torch.arange(len(player.agent.vector))).to(
+            player.agent.vector
+        )
+    return found
+
+
+def test_acting_is_recorded_and_replayed_to_the_same_bits(toys, monkeypatch):
+    """With a stand-in for CUDA graphs, which holds numbers of the host as they were."""
+    args = small("--num-steps 7")
+    plain = Player(args)
+    wanted = three_rollouts(plain)
+    made = no_graphs_but_tapes(monkeypatch)
+    recorded = Player(args, act=script.Recorded(script.acting_step))
+    assert_same(three_rollouts(recorded), wanted)
+    assert [tape.replays for tape in made] == [3 * 7 - 3]
+    assert_same(recorded.log.rows, plain.log.rows)
+    obs = torch.stack([rows[0] for rows in wanted]).flatten(0, 1)
+    assert (obs[1:] != obs[:-1]).flatten(2).any(dim=2).float().mean() > 0.6  # no row twice
+
+
+def test_no_host_waits_for_acting(toys):
+    player = Player(small())
+    with Waits() as waits:
+        script.acting_step(player.agent, player.at, player.data)
+    assert waits.found == []
+    assert waits.calls > 20
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@pytest.mark.parametrize("flags", ["", "--bf16", "--cudagraphs"])
+def test_acting_in_a_cuda_graph_is_acting(flags, toys, monkeypatch, capsys):
+    """Actions, and all that is kept of them, as without a graph; compiled ones to rounding."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    args = parse(f"--num-envs 4 --num-steps 16 {flags}")
+    wanted = three_rollouts(Player(args, device="cuda"))
+    player = Player(args, device="cuda", act=script.Recorded(script.acting_step))
+    if flags == "--cudagraphs":
+        script.compile_grad(player.agent, args)
+    for one, other in zip(three_rollouts(player), wanted, strict=True):
+        for x, y in zip(one, other, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+    assert isinstance(player.act.graph, torch.cuda.CUDAGraph)
+    assert "going on eagerly" not in capsys.readouterr().out
 
 
 def test_actions_do_not_depend_on_the_number_of_processes(toys, monkeypatch):
     args, drawn = small("--num-envs 8 --num-steps 3"), []
     for which in (slice(0, 8), slice(0, 4), slice(4, 8)):
         monkeypatch.setattr(script, "own_envs", lambda args, which=which: which)
-        envs = script.Envs(args, which)
-        drawn.append(script.rollout(make_agent(args), envs, Log(), args).actions)
+        drawn.append(Player(args, which).rollout().actions)
     assert torch.equal(drawn[0], torch.cat(drawn[1:], dim=1))
     assert len({tuple(column) for column in drawn[0].T.tolist()}) > 4
 
@@ -395,7 +459,8 @@ def test_actions_do_not_depend_on_the_number_of_processes(toys, monkeypatch):
 def test_a_lost_life_ends_the_return_and_truncation_bootstraps(toys, monkeypatch):
     monkeypatch.setattr(Toy, "limit", 5)
     args = small("--num-steps 9 --gamma 0.9 --gae-lambda 1")
-    *_, log, data = toy_rollout(args, 9)
+    player = Player(args)
+    log, data = player.log, player.rollout()
     values = data.values.double().numpy()
     advantages = script.gae(data.rewards, values, data.terminated, data.truncated, 0.9, 1.0)
     returns = (advantages + values[:-1])[:, 0]

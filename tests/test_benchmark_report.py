@@ -20,7 +20,7 @@ import pytest
 from benchmark import data, stats
 from benchmark.compare import compare, judge
 from benchmark.published import curves, docs, tables
-from benchmark.report import band, report
+from benchmark.report import band, compared, group, panels, report, save
 
 EXACT = {"rel": 0, "abs": 1e-9}
 
@@ -405,6 +405,66 @@ def test_page_opens_offline(written):
         svg = (written[1] / f"{name}.svg").read_text()
         assert all(value[0] == "#" for value in re.findall(r'(?:href|src)="([^"]*)"', svg))
         assert (written[1] / f"{name}.png").stat().st_size > 10_000
+
+
+def test_page_is_made_for_phones_and_screens(written):
+    page = (written[1] / "index.html").read_text()
+    head, _, body = page.partition("<body>")
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in head
+    assert re.search(r"body {[^}]*padding: 0 16px", head)
+    assert re.search(r"table {[^}]*overflow-x: auto", head)  # a wide one moves, not the page
+    titles = re.findall(r"<h([12])>(.*?)</h", body)
+    assert [level for level, _ in titles] == ["1"] + ["2"] * (len(titles) - 1)
+    names = [title.split(":")[0] for _, title in titles]
+    assert names[1:] == [
+        *("Not in the statistics", "Scores", "Scores", "Learning curves", "Over environments"),
+        *("Steps and time to a score", "Scales", "How the numbers are made"),
+    ]  # fmt: skip
+    rows = [row.count("<t") for row in re.findall(r"<tr>.*?</tr>", body, re.S)]
+    assert len(rows) > 20
+    for block in re.findall(r"<table>.*?</table>", body, re.S):
+        cells = [len(re.findall("<t[hd]", row)) for row in re.findall(r"<tr>.*?</tr>", block, re.S)]
+        assert len(set(cells)) == 1
+
+
+@pytest.mark.filterwarnings("error")  # such as that axes have no room
+@pytest.mark.parametrize("environments", [1, 2, 7])
+@pytest.mark.parametrize("settings", [2, 15])
+def test_a_legend_lies_below_its_curves_uncut(environments, settings, tmp_path):
+    figure, axes = panels(environments)
+    names = [f"ppo_continuous_action a-long-name-of-a-setting-{k}" for k in range(settings)]
+    for axis in axes:
+        axis.plot([0, 1e6], [-1e5, 1e5])
+        axis.set(title="a.module.with.a.rather:\nLongEnvironment-v0", xlabel="steps")
+    for axis in axes[::3]:
+        axis.set_ylabel("return")
+    save(figure, {name: {"color": "C0"} for name in names}, tmp_path, "figure")
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    width = figure.get_figwidth() * figure.dpi
+    assert 0 <= box.x0 < box.x1 <= width
+    assert box.y0 >= 0
+    boxes = [axis.get_tightbbox() for axis in axes]
+    for one, other in combinations(boxes, 2):
+        assert not one.overlaps(other)
+    for axis, texts in zip(axes, boxes, strict=True):
+        assert texts.y0 >= box.y1
+        assert texts.x0 >= 0 and texts.x1 <= width
+        assert texts.y1 <= figure.get_figheight() * figure.dpi
+        assert axis.get_window_extent().height > 1.5 * figure.dpi  # inches, however many settings
+    assert [text.get_text() for text in legend.get_texts()] == names
+    assert (tmp_path / "figure.svg").exists()
+
+
+def test_at_most_a_comparison_for_each_environment(tmp_path):
+    """A-v0 has one and two, B-v0 one, two and three, C-v0 four alone; D-v0 has as many as A-v0."""
+    there = {"A-v0": "12", "B-v0": "123", "C-v0": "4", "D-v0": "12"}
+    for (env_id, names), seed in product(there.items(), range(2)):
+        for name in names:
+            write_run(tmp_path, env_id, f"algorithm-{name}", seed, 100)
+    found = compared(group(data.find([tmp_path])), "training")
+    names = [("".join(name.split("-")[1][0] for name in own), env_ids) for own, env_ids in found]
+    assert names == [("12", ["A-v0", "B-v0", "D-v0"]), ("123", ["B-v0"])]
 
 
 def test_pairs_are_compared_where_no_environment_has_all(tmp_path):
@@ -837,7 +897,7 @@ def test_another_exp_name_is_a_variant_of_its_own(tmp_path, capsys):
     by_hand(tmp_path / "runs" / "again", "wide", 3, 1.0)
     code, error = ends(capsys, report, [tmp_path / "runs"], tmp_path / "out")
     assert code == 2 and "a second run of ppo wide on A-v0 with seed 3" in error
-    assert "give one another --exp-name" in error
+    assert "give one another --variant or --exp-name" in error
 
 
 def test_a_run_of_b_that_can_not_be_read_is_missed(tmp_path, capsys):
@@ -854,7 +914,7 @@ def test_a_run_of_b_that_can_not_be_read_is_missed(tmp_path, capsys):
 def test_scales():
     rows = table(data.SCALES)
     assert all(float(row["low"]) < float(row["high"]) and row["source"] for row in rows)
-    from benchmark.published.scales import random_return
+    from benchmark.published.studies.scales import random_return
 
     known = {row["env_id"]: float(row["low"]) for row in rows}
     returns = random_return("CartPole-v1", 30)

@@ -49,7 +49,8 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 def test_no_file_imports_itself_by_way_of_others():
     graph = {name: imported(path.read_text(), path) for name, path in NAMES.items()}
-    packages = {"benchmark", "benchmark.published"}  # whose __init__ imports none of their files
+    # packages whose __init__ imports none of their files
+    packages = {"benchmark", "benchmark.published", "benchmark.published.studies"}
     assert all(not graph[name] for name in packages)
     graph = {name: others - packages for name, others in graph.items() if name not in packages}
     assert sum(map(len, graph.values())) > 20

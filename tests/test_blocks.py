@@ -10,18 +10,18 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Lines that each script may have at most, with slack: clarity comes first
 LINES = {
-    "ppo": 1180,
-    "ppo_continuous_action": 1220,
-    "ppo_cma": 1180,
-    "ppo_kl_adaptive": 1260,
-    "ppo_atari_multigpu": 1000,
-    "ppo_atari_lstm": 820,
-    "ppo_procgen": 800,
-    "ppo_pettingzoo_ma_atari": 830,
-    "ppo_continuous_action_warp": 1030,
+    "ppo": 1135,
+    "ppo_continuous_action": 1180,
+    "ppo_cma": 1170,
+    "ppo_kl_adaptive": 1240,
+    "ppo_atari_multigpu": 1020,
+    "ppo_atari_lstm": 795,
+    "ppo_procgen": 770,
+    "ppo_pettingzoo_ma_atari": 800,
+    "ppo_continuous_action_warp": 1000,
     "ppo_pixels": 1440,
     "ppo_lstm": 1560,
-    "ppo_pettingzoo": 1250,
+    "ppo_pettingzoo": 1245,
 }
 EVERY = pytest.mark.parametrize("script", LINES)
 
@@ -38,7 +38,7 @@ ALGORITHM = {
 }  # fmt: skip
 # but for these, which two siblings have in common
 SIBLINGS = {
-    ("ppo", NOISE): {"evaluate", "load", "make_envs", "restore", "save", "train"},
+    ("ppo", NOISE): {"evaluate", "load", "make_envs", "play", "restore", "save", "train"},
     (CMA, KL): {"make_env", "make_envs"},
     (CMA, NOISE): {"make_env"},
     (LSTM, PROCGEN): {"restore", "save"},
@@ -65,6 +65,7 @@ OWN = {
     "mlp": {KL, WARP},
     "own_envs": {ATARI, AGENTS},  # of a process of torchrun; a fresh one each episode
     "parse_args": {KL, ATARI, *GAMES},  # an environment without a flag; restarts; no modules
+    "start": {ATARI},  # games have begun
     "stop_signals": {ATARI},  # torchrun passes signals on
 }
 
@@ -110,7 +111,7 @@ def changed(first: str, second: str) -> int:
 
 
 def test_siblings_differ_in_few_lines():
-    assert changed("ppo", "ppo_continuous_action") <= 280
+    assert changed("ppo", "ppo_continuous_action") <= 300
 
 
 @EVERY

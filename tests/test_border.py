@@ -1,4 +1,4 @@
-"""The border of ppo.py and ppo_continuous_action.py: environments in this process, in workers and
+"""The border of the gymnasium scripts: environments in this process, in workers and
 by EnvPool. The same bits with any number of workers; nothing left behind, however a run ends."""
 
 import contextlib
@@ -12,10 +12,12 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import pytest
-from program import ROOT, assert_same, rows, run, status
+from program import ROOT, assert_same, in_a_fork, rows, run, status, train_until_killed
 
 import ppo
+import ppo_cma
 import ppo_continuous_action
+import ppo_kl_adaptive
 
 SCRIPTS = {"ppo": ppo, "ppo_continuous_action": ppo_continuous_action}
 EACH = pytest.mark.parametrize("name", SCRIPTS)
@@ -203,6 +205,52 @@ def test_killed_and_resumed_with_other_workers(name, target, call, whole, place,
     assert rows(folder) == rows(whole(name, 0))
 
 
+MOMENTS = [  # a function of the script and which of its calls, counted from the start or resuming
+    ("rollout", 2), ("torch.save", 2), ("update", 1), ("Run.log_episodes", 3), ("Run.log", 2),
+    ("update", 3), ("Run.log_episodes", 9), ("torch.save", 3), ("save", 1), ("rollout", 3),
+]  # fmt: skip
+WORKERS = [0, 2, 0, 0, 1, 0, 3, 0]  # of the run that is killed; the next one has others
+WHOLE = "--num-envs 3 --checkpoint-interval 1 --no-cuda"
+FOUR = {  # and the flags of a run of 30 iterations
+    ppo: f"{SIZES} --checkpoint-interval 1 --total-timesteps 2400",
+    ppo_continuous_action: f"{SIZES} --checkpoint-interval 1 --total-timesteps 2400",
+    ppo_cma: f"{WHOLE} --iter-steps 40 --n-updates 3 --minibatch-size 16 --total-timesteps 1500",
+    ppo_kl_adaptive: f"{WHOLE} -b 6 --update-epochs 2 --value-epochs 2 -m 3 -n 180",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", FOUR, ids=lambda module: module.__name__)
+def test_killed_at_twenty_moments_and_resumed_with_other_workers(
+    script, place, tmp_path, monkeypatch
+):
+    """One run, killed by SIGKILL again and again, ends with the bits of one that was left alone."""
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    (tmp_path / "pids").mkdir()
+    monkeypatch.setattr(ppo_cma, "pretrain_policy", lambda agent: None)  # which takes 4 s
+    name = script.__name__
+    env_id = f"--env-id {ENV_ID.get(name, 'my_mine:Mine-v0')}"
+    first = f"{env_id} {FOUR[script]} --run-dir"
+    left_alone, folder = tmp_path / "alone", tmp_path / "run"
+    assert in_a_fork(lambda: script.train(script.parse_args(f"{first} {left_alone}".split()))) == 0
+    given = f"{first} {folder}"
+    for k, (target, call) in enumerate(2 * MOMENTS):
+        argv = f"{given} --env-workers {WORKERS[k % len(WORKERS)]}".split()
+        assert train_until_killed(name, target, call, argv) == -signal.SIGKILL
+        assert ended(tmp_path / "pids", 30)
+        given = f"{env_id} --resume {folder}"
+    argv = f"{given} --env-workers 2".split()
+    assert in_a_fork(lambda: script.train(script.parse_args(argv))) == 0
+    assert ended(tmp_path / "pids", 30)
+    found, expected = script.load_checkpoint(folder), script.load_checkpoint(left_alone)
+    assert found["args"].env_workers == 2
+    found["args"].env_workers = 0
+    assert_same(found, expected)
+    assert rows(folder) == rows(left_alone)
+    assert expected["counters"][1] >= 20
+
+
 # --- nothing left behind --------------------------------------------------------------------------
 
 
@@ -348,10 +396,10 @@ def refused(script, flags: str, capsys) -> str:
 def test_envpool_names_near_ids_and_what_is_missing(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     err = refused(ppo_continuous_action, "--env-id envpool:HalfCheeta-v4", capsys)
-    assert "EnvPool has no such environment; near: HalfCheetah-v4" in err
+    assert "HalfCheeta-v4 is not supported" in err and "near ids: ['HalfCheetah-v4'" in err
     err = refused(ppo, "--env-id envpool:CartPoll-v1", capsys)
-    assert "near: CartPole-v1" in err
-    assert "near: none" in refused(ppo, "--env-id envpool:", capsys)
+    assert "near ids: ['CartPole-v1'" in err
+    assert "near ids: []" in refused(ppo, "--env-id envpool:", capsys)
     assert "choices: ppo.py" in refused(
         ppo_continuous_action, "--env-id envpool:CartPole-v1", capsys
     )

@@ -10,7 +10,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 import ppo_continuous_action as script
-from benchmark.published import change
+from benchmark.published.studies import change
 
 PATCHES = sorted(path.stem for path in (change.HERE / "changes").glob("[!c]*.patch"))  # not cma-
 FLAGS = (

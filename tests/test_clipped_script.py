@@ -350,17 +350,19 @@ def test_a_saved_policy_in_ones_own_code(script, undisturbed):
         assert weights["obs_moments.mean"].abs().min() > 0
 
 
-def test_evaluate_is_deterministic_and_writes_nothing(script, undisturbed, monkeypatch, capsys):
+def test_evaluate_is_deterministic_and_writes_nothing(script, undisturbed, capsys):
     folder = undisturbed[0]
-    monkeypatch.setattr(script.Agent, "noise", None)  # not needed
     before = content(folder)
     returns, again = (evaluate(script, folder, "--eval-episodes 4") for _ in range(2))
     assert returns == again and len(returns) == 4
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:5] == lines[5:]
+    assert lines[:10] == lines[10:]
     for i, line in enumerate(lines[:4]):
         assert line == f"eval_episode={i}, episodic_return={returns[i]:.2f}"
-    assert lines[4].endswith(f"4 episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
+    drawn = [float(line.split("=")[-1]) for line in lines[4:8]]
+    assert [line.split(",")[0] for line in lines[4:8]] == [f"drawn_episode={i}" for i in range(4)]
+    assert lines[8] == f"greedy, 4 episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}"
+    assert lines[9].startswith(f"drawn, 4 episodes: {np.mean(drawn):.2f} +- ")
     assert content(folder) == before
 
 

@@ -248,7 +248,7 @@ def test_environments_are_closed_however_a_run_ends(script, fault, tmp_path, mon
     assert len(closed) == 1
 
 
-@pytest.mark.parametrize("script", [MULTI, LSTM, PROCGEN])
+@pytest.mark.parametrize("script", [LSTM, PROCGEN])
 def test_a_game_without_an_end_ends_the_evaluation(script, tmp_path, monkeypatch, capfd):
     train(script, tmp_path / "run")
     module = importlib.import_module(script)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from program import ROOT
 
-from benchmark.published import gpu_profile
+from benchmark.published import gpu_overlap, gpu_profile
 
 PUBLISHED = ROOT / "benchmark/published"
 
@@ -39,17 +39,21 @@ def test_gpu_steps_are_done_once_and_in_order(tmp_path):
         assert status in (0, 1)
         return [line for line in said.read_text().splitlines() if not line.startswith("-c ")]
 
-    assert len(turn("tests")) == 1 and turn("tests") == []  # its table is there
-    tests = (here / "results/gpu/tests.txt").read_text()
+    name = "tests-trains"
+    assert len(turn(name)) == 1 and turn(name) == []  # its table is there
+    tests = (here / f"results/gpu/{name}.txt").read_text()
     assert tests.startswith("done -m pytest -m gpu ")
+    minutes = (here / "results/gpu/minutes.csv").read_text().splitlines()
+    assert [line.split(",")[1:2] + line.split(",")[3:] for line in minutes] == [[name, "0"]]
     first = turn()
-    parts = ["gpu_games", "ppo_atari_multigpu --env", "ppo_continuous_action --env", "gpu_warp"]
-    parts += ["tests/test_warp.py", "HalfCheetah-v4 --run-dir", "Pong-v5", "ppo_procgen"]
+    parts = ["gpu_device", "ppo_atari_multigpu --env", "gpu_overlap", "nproc-per-node=2"]
+    parts += ["tests/test_atari.py", "gpu_warp", "HalfCheetah-v4 --tf32 --run-dir", "Ant-v4 --tf32"]
+    parts += ["envpool:HalfCheetah-v4", "Pong-v5", "ppo_procgen"]
     places = [next(i for i, line in enumerate(first) if part in line) for part in parts]
     assert places == sorted(places)
-    again = turn("train-HalfCheetah-v4", "train-Ant-v4")  # what failed is tried again
+    again = turn("train-HalfCheetah-v4-tf32", "train-Ant-v4")  # what failed is tried again
     assert {word for line in again for word in line.split()} >= {"Ant-v4"}
-    assert not any("HalfCheetah-v4 --run-dir" in line for line in again)
+    assert not any("HalfCheetah-v4 --tf32 --run-dir" in line for line in again)
 
 
 class Clock:
@@ -113,6 +117,20 @@ def test_time_of_an_iteration_by_its_parts(tmp_path, monkeypatch):
     assert table.read_text() == before
 
 
+@pytest.mark.parametrize(
+    ("games", "acting", "together", "halves"),
+    [
+        (16, 1.0, 3.0, 2.0),  # two games a core: the host acts while the other half's step
+        (8, 1.0, 2.0, 2.0),  # a game a core: each half steps as long as the whole
+        (8, 3.0, 4.0, 6.0),  # the host acts twice
+    ],
+)
+def test_what_serving_games_in_halves_would_take(games, acting, together, halves):
+    """On 8 cores, with steps that all take 1."""
+    found = [gpu_overlap.modelled([1.0], parts, games, 8, acting, 500) for parts in (1, 2)]
+    assert found == pytest.approx([together, halves], rel=0.01)
+
+
 def test_when_a_training_reached_a_return(tmp_path):
     args = {"env_id": "Pong-v5"}
     run = {"args": args, "seed": 3, "global_step": 2500, "wall_seconds": 26.0, "status": "running"}
@@ -122,7 +140,7 @@ def test_when_a_training_reached_a_return(tmp_path):
     (tmp_path / "episodes.csv").write_text("\n".join(lines) + "\n")
     command = [sys.executable, "-m", "benchmark.published.gpu_seconds", str(tmp_path)]
     output = subprocess.check_output(command, text=True, cwd=ROOT)
-    assert "seed 3: 2500 steps in 26 s, running" in output
+    assert "seed 3: 2500 steps in 26.0 s, running" in output
     assert "100 steps/s in the second half" in output
     assert "19.00, mean of the last 100" in output
     assert "Pong-v5: 0 after 15 s" in output  # 53 of the last 100 games are won: 152nd

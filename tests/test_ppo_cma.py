@@ -12,7 +12,7 @@ import torch
 from program import assert_same, scalars
 
 import ppo_cma
-from benchmark.published import change
+from benchmark.published.studies import change
 from ppo_cma import Agent, Args, gae, log_density, mean_loss, normalize_advantages, variance_loss
 
 
@@ -493,7 +493,7 @@ def test_12_only_the_variance_sees_the_past(monkeypatch):
 
 def quadratic(mode: str, seeds: int) -> tuple[np.ndarray, np.ndarray]:
     """Rewards and deviations, [seed, iteration]."""
-    from benchmark.published.didactic import optimize
+    from benchmark.published.studies.didactic import optimize
 
     runs = [optimize(mode, seed) for seed in range(seeds)]
     return np.array([run.rewards for run in runs]), np.array([run.sigmas for run in runs])
@@ -534,7 +534,7 @@ def test_14_pg_breaks_and_pg_pos_shrinks():
 
 @pytest.mark.slow
 def test_14_a_longer_history_widens_more():
-    from benchmark.published.didactic import optimize
+    from benchmark.published.studies.didactic import optimize
 
     peaks = [
         np.mean([max(optimize("ppo-cma-m", seed, history).sigmas) for seed in range(2)])

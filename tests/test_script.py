@@ -355,15 +355,19 @@ def test_a_saved_policy_in_ones_own_code(undisturbed):
             assert (fresh.act(obs, given) == agent.act(obs, given)).all()
 
 
-def test_evaluate_is_deterministic_and_writes_nothing(undisturbed, monkeypatch, capsys):
+def test_evaluate_is_deterministic_and_writes_nothing(undisturbed, capsys):
     folder = undisturbed[0]
-    monkeypatch.setattr(ppo_cma.Agent, "noise", None)  # not needed
     before = content(folder)
     returns, again = (evaluate(folder, "--eval-episodes 4") for _ in range(2))
     assert returns == again and len(returns) == 4
-    out = capsys.readouterr().out
-    assert f"eval_episode=3, episodic_return={returns[3]:.2f}" in out
-    assert f"{np.mean(returns):.2f} +- {np.std(returns):.2f}" in out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:10] == lines[10:]
+    for i, line in enumerate(lines[:4]):
+        assert line == f"eval_episode={i}, episodic_return={returns[i]:.2f}"
+    drawn = [float(line.split("=")[-1]) for line in lines[4:8]]
+    assert [line.split(",")[0] for line in lines[4:8]] == [f"drawn_episode={i}" for i in range(4)]
+    assert lines[8] == f"greedy, 4 episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}"
+    assert lines[9].startswith(f"drawn, 4 episodes: {np.mean(drawn):.2f} +- ")
     assert content(folder) == before
 
 

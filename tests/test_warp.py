@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 from program import ROOT, assert_same, installed, rows, run, scalars, status, train_until_killed
-from torch.utils._python_dispatch import TorchDispatchMode
+from replay import Waits, no_graphs_but_tapes
 
 import ppo_continuous_action
 import ppo_continuous_action_warp as script
-from benchmark.published import bootstrap
+from benchmark.published.studies import bootstrap
 from ppo_continuous_action_warp import Args, DeviceEnvs, Pendulum
 
 SMALL = (
@@ -367,24 +367,6 @@ def test_a_fixed_learning_rate(tmp_path):
 
 
 # --- what a CUDA graph needs ----------------------------------------------------------------------
-class Waits(TorchDispatchMode):
-    """Notes what a host would have to wait for."""
-
-    def __init__(self):
-        super().__init__()
-        self.found, self.calls = [], 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name, self.calls = function.overloadpacket.__name__, self.calls + 1
-        if name in ("_local_scalar_dense", "nonzero", "equal", "item", "unique", "masked_select"):
-            self.found.append(name)
-        if name == "index" and any(
-            x is not None and x.dtype == torch.bool for x in (args[1] if len(args) > 1 else ())
-        ):
-            self.found.append("a mask as an index")
-        return function(*args, **(kwargs or {}))
-
-
 def places(*things) -> list[int]:
     tensors = []
     for thing in things:
@@ -437,6 +419,49 @@ def test_recorded_on_its_fourth_call(monkeypatch):
     results = [recorded(k) for k in range(6)]
     assert log == ["called"] * 3 + ["record", "called", "recorded"] + ["replay"] * 3
     assert results[3] == results[4] == results[5] != results[2]
+
+
+def seven(record, args: Args, device: str = "cpu", change: bool = False) -> list:
+    """What seven rollouts and updates leave; if `change`, numbers of Args are others from the
+    sixth on."""
+    collect, learn = record(script.rollout), record(script.update)
+    envs = Pendulum(16, device)
+    torch.manual_seed(args.seed)
+    agent = script.Agent(envs, args).to(device)
+    agent.adam = script.flat_adam(agent)
+    agent.adam["learning_rate"] = torch.tensor(args.learning_rate, device=device)
+    at, data = script.start(agent, envs, args)
+    metrics = []
+    for k in range(7):
+        if change and k == 5:
+            args.ent_coef, args.gamma, args.clip_coef = 0.5, 0.5, 0.01
+        collect(agent, envs, at, data, args)
+        found = learn(agent, data, args, k == 0)
+        metrics.append({name: x.item() for name, x in found.items()})
+    return [metrics, agent.state_dict(), agent.adam, envs.state_dict(), at]
+
+
+@pytest.mark.parametrize("change", [False, True])
+@pytest.mark.parametrize("more", ["", "--desired-kl 0 --clip-vloss --no-stagger-episodes"])
+def test_what_is_recorded_is_replayed_to_the_same_bits(more, change, monkeypatch):
+    """With a stand-in for CUDA graphs, which hold numbers as they were: after a change both are
+    recorded again."""
+    plain = seven(lambda function: function, small(more), change=change)
+    made = no_graphs_but_tapes(monkeypatch)
+    assert_same(seven(script.Recorded, small(more), change=change), plain)
+    assert [tape.replays for tape in made] == ([2, 2, 2, 2] if change else [4, 4])
+
+
+@pytest.mark.gpu
+@gpu
+def test_a_changed_number_is_recorded_again_on_a_gpu():
+    def numbers(record) -> list[float]:
+        return [x["losses/value_loss"] for x in seven(record, small(), "cuda", change=True)[0]]
+
+    recorded = numbers(script.Recorded)
+    assert recorded == pytest.approx(numbers(lambda function: function), rel=1e-2)
+    (unchanged, *_) = seven(script.Recorded, small(), "cuda")
+    assert abs(unchanged[-1]["losses/value_loss"] / recorded[-1] - 1.0) > 0.1
 
 
 @pytest.mark.gpu

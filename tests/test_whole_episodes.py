@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 import zipfile
 from dataclasses import asdict
@@ -17,7 +18,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from program import assert_same, rows, scalars, status, train_until_killed, write_checkpoint
+from program import (
+    assert_same,
+    in_a_fork,
+    rows,
+    scalars,
+    status,
+    train_until_killed,
+    write_checkpoint,
+)
 
 import ppo_cma
 import ppo_kl_adaptive
@@ -100,6 +109,40 @@ def test_killed_with_workers_and_resumed_without(script, tmp_path, workers):
     assert train_until_killed(script.__name__, "update", 4, argv) == -signal.SIGKILL
     assert none_left(workers)
     assert script.load_checkpoint(folder)["counters"][1] == 2
+    on = "--env-id episodes_toy:Lengths-v0 --env-workers 0"
+    script.train(script.parse_args(["--resume", str(folder), *on.split()]))
+    assert_same(plain(script.load_checkpoint(folder)), plain(expected))
+    assert rows(folder) == rows(tmp_path / "whole")
+
+
+@BOTH
+def test_ctrl_c_with_workers_saves_and_leaves_nothing(
+    script, tmp_path, workers, monkeypatch, capfd
+):
+    """It reaches every process of the terminal's group: the run decides, the workers ignore it."""
+    expected, folder = train(script, tmp_path / "whole"), tmp_path / "run"
+    capfd.readouterr()
+    update, calls = script.update, []  # of this process; the fork has its own
+
+    def interrupted(*given):
+        calls.append(1)
+        if len(calls) == 3:
+            os.killpg(0, signal.SIGINT)
+        return update(*given)
+
+    def train_in_a_group():
+        os.setpgrp()
+        script.update = interrupted
+        script.train(script.parse_args(line(script, folder, "--env-workers 2")))
+
+    assert in_a_fork(train_in_a_group) == 130
+    assert none_left(workers)
+    said = capfd.readouterr()
+    assert "stopping after this iteration" in said.err
+    assert "Traceback" not in said.out + said.err
+    assert f"--resume {folder}" in said.out
+    assert script.load_checkpoint(folder)["counters"][1] == 3
+    assert status(folder) == "running"
     on = "--env-id episodes_toy:Lengths-v0 --env-workers 0"
     script.train(script.parse_args(["--resume", str(folder), *on.split()]))
     assert_same(plain(script.load_checkpoint(folder)), plain(expected))
@@ -334,6 +377,27 @@ def test_boxes_at_the_limits_are_learned_in(side, monkeypatch, tmp_path):
 
 
 # --- folders --------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_tracking_with_a_stand_in(script, tmp_path, monkeypatch):
+    def init(**kwargs):
+        before = [call for call in calls if call != "finished"]  # the writer follows it
+        assert len(list((tmp_path / "run").glob("events.*"))) == len(before)
+        calls.append(kwargs)
+        return SimpleNamespace(id=kwargs["id"] or "made", finish=lambda: calls.append("finished"))
+
+    calls = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(__spec__=True, init=init))
+    assert train(script, tmp_path / "run", "--track --wandb-entity me")["wandb"] == "made"
+    call, end = calls
+    assert (call["project"], call["entity"], call["sync_tensorboard"]) == ("ppo", "me", True)
+    assert (call["name"], call["config"]["checkpoint_interval"]) == ("run", 2)
+    assert (call["id"], end) == (None, "finished")  # so that another one can begin
+    argv = ["--resume", str(tmp_path / "run"), "--env-id", "episodes_toy:Lengths-v0"]
+    longer = "--total-timesteps 700" if script is ppo_cma else "-n 48"
+    script.train(script.parse_args([*argv, *longer.split()]))
+    assert (calls[2]["id"], calls[2]["resume"], calls[3]) == ("made", "allow", "finished")
 
 
 @BOTH

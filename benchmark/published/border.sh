@@ -10,7 +10,7 @@ bench $three --env-ids dm_control/cheetah-run-v0 --command "$clipped"
 
 [ "${1:-}" = speed ] || exit 0
 # steps with random actions, each way to make many of them: an hour; highway-env must be installed
-python -m benchmark.published.border_speed
+python -m benchmark.published.studies.border_speed
 
 # whole training
 speed() { python -m benchmark speed --rounds 3 --no-bare --output "benchmark/published/results/speed/border-$1.csv" "${@:2}"; }

@@ -18,6 +18,7 @@ from benchmark.published import RESULTS
 from benchmark.stats import running_mean
 
 BLUE = "#0072B2"
+SKY = "#56B4E9"
 ORANGE = "#D55E00"
 
 
@@ -172,25 +173,28 @@ CLIPPED |= dict.fromkeys(("CartPole-v1", "Acrobot-v1", "MountainCar-v0"), "ppo")
 def kl_adaptive():
     """ppo_kl_adaptive.py: single seeds, their median, and Coady's run."""
     env_ids = ("HalfCheetah-v4", "Swimmer-v4", "Hopper-v4", "Walker2d-v4", "InvertedPendulum-v4")
-    figure, axes = panels(len(env_ids), 4.0, 3.8)
+    each = {"color": BLUE, "linewidth": 0.8, "alpha": 0.45}
+    middle = {"color": BLUE, "linewidth": 2.2}
+    original = {"color": ORANGE, "linestyle": "--", "marker": "o", "markersize": 4}
+    looks = {"a seed of ppo_kl_adaptive.py": each, "median of the seeds": middle}
+    looks["published: one run, Gym v1"] = original
+    figure, axes = report.panels(len(env_ids))
     for env_id, axis in zip(env_ids, axes, strict=True):
         curves = by_batch(env_id)
         values = [running_mean(curve.returns, 5) for curve in curves]
         for curve, value in zip(curves, values, strict=True):
-            axis.plot(curve.ends, value, color=BLUE, linewidth=0.8, alpha=0.45)
+            axis.plot(curve.ends, value, **each)
         shared = min(map(len, values))
         median = np.median([value[:shared] for value in values], axis=0)
-        axis.plot(curves[0].ends[:shared], median, color=BLUE, linewidth=2.2)
+        axis.plot(curves[0].ends[:shared], median, **middle)
         end = max(curve.ends[-1] for curve in curves)
         points = [point for point in coady(env_id).items() if point[0] <= 1.05 * end]
-        axis.plot(*np.transpose(points), "o--", color=ORANGE, ms=4)
+        axis.plot(*np.transpose(points), **original)
         axis.set(title=f"{env_id}, {len(curves)} seeds", xlabel="episodes")
         axis.set_xlim(left=0)
-    axes[0].set_ylabel("training return")
-    names = ("a seed of ppo_kl_adaptive.py", "median of the seeds", "published: one run, Gym v1")
-    handles = [axes[0].lines[i] for i in (0, -2, -1)]
-    figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False)
-    save(figure, "ppo_kl_adaptive")
+    for axis in axes[::3]:
+        axis.set_ylabel("training return")
+    report.save(figure, looks, RESULTS, "ppo_kl_adaptive", svg=False)
 
 
 GOALS = {"Pong-v5": (0, 10, 18), "Breakout-v5": (10, 50, 100), "BeamRider-v5": (500, 1000, 1900)}
@@ -245,7 +249,32 @@ def modes():
     report.save(figure, looks, RESULTS, "ppo_cma_modes", svg=False)
 
 
-PATCHES = {x.stem: x.read_text().splitlines() for x in (RESULTS.parent / "changes").glob("*.patch")}
+def humanoid():
+    """PPO-CMA on Humanoid: its seeds, its PPO mode's, and the points of the original's figure."""
+    figure, axis = panels(1, 8.0, 4.6)
+    for variant, color, label in (
+        ("anneal-lr", BLUE, "ppo_cma.py"),
+        ("default", SKY, "with --no-anneal-lr, as the original"),
+        ("5M-ppo-0.1", "0.55", "with --mode ppo, to 5M steps"),
+    ):
+        own = runs("Humanoid-v4", "ppo_cma", variant)
+        for run in own:
+            name = f"{label}, {len(own)} seeds" if run is own[0] else None
+            returns = running_mean(run.returns)
+            axis.plot(run.steps / 1e6, returns, color=color, linewidth=0.9, label=name)
+    for algorithm, look in (("ppo-cma-m N=32k", "o"), ("ppo N=32k", "x")):
+        found = (x for x in anchors("Humanoid-v2") if x.algorithm == algorithm)
+        points = sorted((x.steps / 1e6, x.score) for x in found)
+        name = f"original {algorithm.split()[0]}, mean of 3 seeds"
+        axis.plot(*np.transpose(points), look, color=ORANGE, label=name)
+    axis.set(xlabel="million environment steps", ylabel="training return, last 100 episodes")
+    axis.set_xlim(left=0)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    save(figure, "ppo_cma_humanoid")
+
+
+CHANGED = (RESULTS.parent / "studies" / "changes").glob("*.patch")
+PATCHES = {path.stem: path.read_text().splitlines() for path in CHANGED}
 CHANGES = {
     "ppo_cma 1M-no-mirror": "negative advantages are dropped, not mirrored",
     "ppo_cma 1M-H1": "the variance is fitted to one iteration, H = 1",

@@ -3,7 +3,7 @@ In them are written anew the tables of tables.py, each between <!-- its name -->
 and in a page of docs/, of a script's name,
 
     the line in each link to code   [`text`](../ppo.py#L1): where `text` first stands in that file
-    <!-- flags -->                  a table of the script's flags
+    <!-- flags -->                  a table of the script's flags, but for those that ppo.md has
     <!-- results -->                a table of its committed runs
 """
 
@@ -35,8 +35,8 @@ def link(found: re.Match) -> str:
     return f"[`{text}`](../{file}#L{line_of(text, file)})"
 
 
-def flags(script: str) -> str:
-    """A table of the fields of a script's Args: flag, default, and the comment that is its help."""
+def flag_rows(script: str) -> list[list]:
+    """Of each field of a script's Args: flag, default, and the comment that is its help."""
     fields = dataclasses.fields(importlib.import_module(script).Args)
     source = (ROOT / f"{script}.py").read_text()
     words = {None: "", True: "on", False: "off"}
@@ -53,7 +53,19 @@ def flags(script: str) -> str:
         if default is None or isinstance(default, bool):
             default = words[default]
         rows.append([f"`--{field.name.replace('_', '-')}`", default, said])
-    return tables.table("flag | default |", rows, "---")
+    return rows
+
+
+def flags(script: str) -> str:
+    """A table of a script's flags; of other scripts than ppo.py, of those that differ from its."""
+    rows = flag_rows(script)
+    if script == "ppo":
+        return tables.table("flag | default |", rows, "---")
+    common = flag_rows("ppo")
+    own = [row for row in rows if row not in common]
+    shared = ", ".join(row[0] for row in rows if row in common)
+    text = f"As in [`ppo.py`](ppo.md#flags): {shared}. Its own:"
+    return f"{text}\n\n{tables.table('flag | default |', own, '---')}"
 
 
 def results(script: str) -> str:

@@ -4,11 +4,10 @@
 
 trains SCRIPT once for each FLAGS (a quoted string), from a warm start and for about SECONDS, in its
 own loop with its own logs, and adds a row to the table: `games` is the time within the
-environments' step (a script without a class Envs has none), `acting` the rest of the rollout,
-`learning` the update, `other` the logs and checks between them. Then one more iteration is run
-under torch.profiler: what the device did in rollout and update, in kernels and copies, whose
-number is `launches`; its milliseconds are those of the device's clock, not of the host's. A row
-that is there is not measured again.
+environments' step, `acting` the rest of the rollout, `learning` the update, `other` the logs and
+checks between them. Then one more iteration is run under torch.profiler: what the device did in
+rollout and update, in kernels and copies, whose number is `launches`; its milliseconds are those
+of the device's clock, not of the host's. A row that is there is not measured again.
 """
 
 import csv
@@ -40,7 +39,8 @@ class Clock:
         self.device = {"rollout": Counter(), "update": Counter()}
         self.profiling = False
         self.saved = [(script, "rollout"), (script, "update")]
-        self.saved += [(script.Envs, "step")] if hasattr(script, "Envs") else []
+        kinds = ("Envs", "WorkerEnvs", "PoolEnvs")
+        self.saved += [(getattr(script, name), "step") for name in kinds if hasattr(script, name)]
         self.saved = [(owner, name, getattr(owner, name)) for owner, name in self.saved]
         for owner, name, function in self.saved:
             setattr(owner, name, self.timed(name, function))

@@ -1,8 +1,8 @@
 """Steps per second of ppo_continuous_action_warp.py on a device: the environment alone, with
 inference, and with learning, as CUDA graphs where there is CUDA.
 
-    python -m benchmark.published.gpu_warp TABLE.csv ENV_ID NUM_ENVS...
-    python -m benchmark.published.gpu_warp PROFILE.txt ENV_ID NUM_ENVS --profile
+    python -m benchmark.published.gpu_warp TABLE.csv ENV_ID NUM_ENVS... [--tf32]
+    python -m benchmark.published.gpu_warp PROFILE.txt ENV_ID NUM_ENVS --profile [--tf32]
 
 The second form says what kernels the device runs in one update and in one rollout, longest first.
 A row that is there is not measured again.
@@ -24,8 +24,10 @@ REPEATS = 8
 class Training:
     """The parts of an iteration, ready to be called again and again."""
 
-    def __init__(self, env_id: str, num_envs: int):
-        self.args = script.Args(env_id=env_id, num_envs=num_envs, total_timesteps=10**9)
+    def __init__(self, env_id: str, num_envs: int, tf32: bool):
+        more = {"num_envs": num_envs, "tf32": tf32, "total_timesteps": 10**9}
+        self.args = script.Args(env_id=env_id, **more)
+        torch.backends.cuda.matmul.allow_tf32 = tf32
         cuda = torch.cuda.is_available()
         device = torch.device("cuda" if cuda else "cpu")
         torch.manual_seed(1)
@@ -71,13 +73,13 @@ def seconds_of(function, repeats: int = REPEATS) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def measure(table: Path, env_id: str, num_envs: int, repeats: int):
+def measure(table: Path, env_id: str, num_envs: int, tf32: bool, repeats: int):
     """Add the rows of one size to the table."""
     size = env_id, str(num_envs)
     if any((row["env_id"], row["num_envs"]) == size for row in read(table)):
         return
     began = time.perf_counter()
-    training = Training(env_id, num_envs)
+    training = Training(env_id, num_envs, tf32)
     training.play()
     wait()
     ready = time.perf_counter() - began
@@ -105,9 +107,9 @@ def kind(kernel: str) -> str:
     return "matrix products" if any(word in kernel for word in products) else "the rest"
 
 
-def profile(path: Path, env_id: str, num_envs: int):
+def profile(path: Path, env_id: str, num_envs: int, tf32: bool):
     """Write the device's kernels of one update, then of one rollout, in milliseconds."""
-    training = Training(env_id, num_envs)
+    training = Training(env_id, num_envs, tf32)
     for _ in range(5):
         training.everything()
     wait()
@@ -140,10 +142,12 @@ def profile(path: Path, env_id: str, num_envs: int):
 def main(argv: list[str]):
     path = Path(argv[0])
     env_id = argv[1]
+    tf32 = "--tf32" in argv
+    sizes = [int(word) for word in argv[2:] if not word.startswith("--")]
     if "--profile" in argv:
-        return profile(path, env_id, int(argv[2]))
-    for num_envs in argv[2:]:
-        measure(path, env_id, int(num_envs), REPEATS)
+        return profile(path, env_id, sizes[0], tf32)
+    for num_envs in sizes:
+        measure(path, env_id, num_envs, tf32, REPEATS)
 
 
 if __name__ == "__main__":

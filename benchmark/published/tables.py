@@ -1,11 +1,13 @@
 """The tables of README.md and docs/, from the committed runs: each stands between <!-- its name -->
-and <!-- end -->. `python -m benchmark.published` makes them anew.
+and <!-- end -->. `python -m benchmark.published` makes them anew. README.md here says for each
+which page shows it and which command made its runs.
 """
 
 from functools import partial
 from statistics import median
 
 import numpy as np
+from scipy.stats import norm
 
 from benchmark import data, report, speed, stats
 from benchmark.published import RESULTS, curves
@@ -58,18 +60,32 @@ def clipped_results() -> str:
     return table(" | ".join([header, *(f"elsewhere, {name}" for name in curves.ELSEWHERE)]), rows)
 
 
+def above(runs: list[data.Run], anchor) -> float:
+    """P(a run here > one of the anchor's), whose training returns are taken as normal with the
+    published mean and deviation: the mean over the runs here."""
+    scores = [run.score("training") for run in runs]
+    return float(norm.cdf(scores, anchor.score, anchor.spread).mean())
+
+
 def control() -> str:
-    """Clipped PPO on dm_control at 1M steps, and CleanRL's PPO and RPO at 8M."""
+    """Clipped PPO on dm_control beside CleanRL's, both after 1M steps; a last row of all tasks."""
     rows = []
-    variants = ("default", "no-target-kl", "log-std-0")
+    chances = []
+    ours = []
+    theirs = []
     for name in sorted(f"dm_control/{task}-v0" for task in CONTROL):
-        own, *old = (curves.runs(name, CLIPPED, x) for x in variants)
+        own, *old = (curves.runs(name, CLIPPED, x) for x in ("default", "no-target-kl"))
+        (anchor,) = (x for x in curves.anchors(name) if x.steps == 1_000_000)
+        chances.append(above(own, anchor))
+        ours.append(np.mean([run.score("training") for run in own]))
+        theirs.append(anchor.score)
         cells = bold(by_seed(own)), by_seed(own, "training"), *map(by_seed, old)
-        others = (f"{number(x.score)} ± {x.spread:.0f}" for x in curves.anchors(name))
-        rows.append([name, len(own), *cells, *others])
-    header = "environment | seeds | final policy | training | `--target-kl None` | and "
-    header += "`--log-std-init 0` | CleanRL's PPO, 8M, 10 seeds | its RPO, 8M, 10 seeds"
-    return table(header, rows)
+        published = f"{number(anchor.score)} ± {number(anchor.spread)}"
+        rows.append([name, len(own), *cells, published, f"{chances[-1]:.2f}"])
+    means = f"mean {number(np.mean(ours))}", "", f"mean {number(np.mean(theirs))}"
+    rows.append([f"all {len(rows)} tasks", "", "", *means, f"mean {np.mean(chances):.2f}"])
+    header = "environment | seeds | final policy | training | final policy, `--target-kl None` | "
+    return table(header + "CleanRL's PPO, training, 3 seeds | P(ours above)", rows)
 
 
 def goals() -> str:
@@ -101,6 +117,18 @@ def bootstrap() -> str:
         ranges = (f"{np.mean(x):,.0f} ({min(x):,.0f} to {max(x):,.0f})" for x in limits.values())
         rows.append([rule, *ranges])
     return table("what follows the last step | limit 200 | limit 20", rows)
+
+
+def helped() -> str:
+    """Final policies without and with what helped, by helped.csv."""
+    rows = []
+    for row in data.read_csv(RESULTS.parent / "helped.csv"):
+        before = curves.runs(row["env_id"], row["script"], row["without"])
+        after = curves.runs(row["env_id"], row["with_script"], row["with"])
+        seeds = f"{len(before)}, {len(after)}"
+        run = f"{row['env_id']}, `{row['script']}.py`"
+        rows.append([row["task"], run, row["changed"], seeds, by_seed(before), by_seed(after)])
+    return table("task | run | what was changed | seeds | without | with", rows)
 
 
 # --- three scripts, eight environments ------------------------------------------------------------
@@ -217,6 +245,11 @@ def cma_results() -> str:
         rows.append([f"{env_id}, {setting}", f"{len(found)} x {length(most)}", *cells])
     header = "environment, command | seeds, steps | training return | original's training return "
     return table(header + "| mean action", rows)
+
+
+def saturation() -> str:
+    """The share of mean actions at a bound, by million steps, as saturation.py measured it."""
+    return report.listed(data.read_csv(RESULTS / "saturation.csv"))
 
 
 def crossing(curve: curves.Curve, score: float) -> int:
@@ -486,6 +519,16 @@ def gpu_games() -> str:
     return table("games, threads | memory given back | memory kept", list(rows.values()))
 
 
+def gpu_overlap() -> str:
+    """What serving games in two halves would bring, by gpu_overlap.py --model."""
+    rows = []
+    for row in data.read_csv(RESULTS / "gpu/overlap-model.csv"):
+        cells = [f"{row['games']:.0f}", f"{row['acting']:.1f}"]
+        cells += [f"{row[way]:.2f}" for way in ("together", "halves")]
+        rows.append([*cells, f"{row['gain']:.2f}"])
+    return table("games | acting takes | a step, together | a step, in halves | ratio", rows)
+
+
 def gpu_warp() -> str:
     """Steps per second of the parts of an iteration by MuJoCo Warp, by gpu_warp.py."""
     rows = {}
@@ -499,15 +542,15 @@ def gpu_warp() -> str:
 BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
-        scores, speeds, study_speed, clipped_results, control, goals, bootstrap, cma_results,
-        humanoid, kl_results, atari_results, atari_speed, recurrent_speed, gpu_atari, gpu_games,
-        gpu_warp,
+        scores, speeds, study_speed, clipped_results, control, goals, helped, bootstrap,
+        cma_results, humanoid, kl_results, atari_results, atari_speed, recurrent_speed,
+        gpu_atari, gpu_games, gpu_overlap, gpu_warp,
     )
 }  # fmt: skip
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
 BLOCKS |= {f"growth-{flag}": partial(growth, flag) for flag in ("num-envs", "num-minibatches")}
 BLOCKS["all-speeds"] = partial(speeds, None, None)
-BLOCKS["saturation"] = lambda: report.listed(data.read_csv(RESULTS / "saturation.csv"))
+BLOCKS["saturation"] = saturation
 BLOCKS["lstm-results"] = partial(atari_results, "ppo_atari_lstm")
 ALPHAS = {f"{CLIPPED} rpo-{x}": f"`--rpo-alpha {x}`" for x in (0.01, 0.1, 0.5)}
 ON = *curves.MUJOCO[:4], *(f"dm_control/{task}-v0" for task in CONTROL[:4])

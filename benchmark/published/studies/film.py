@@ -1,4 +1,4 @@
-"""python benchmark/published/film.py RUN ENV_ID FILE.gif: some greedy episodes of a run of
+"""python benchmark/published/studies/film.py RUN ENV_ID FILE.gif: some greedy episodes of a run of
 ppo_pixels.py as a small animation; how they were returned is printed."""
 
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""`python benchmark/published/saturation.py RUNS`: how many mean actions (%) of each run of
+"""`python benchmark/published/studies/saturation.py RUNS`: how many mean actions (%) of each run of
 ppo_cma.py on Humanoid-v4 are near a bound (1 % of the box) or beyond it, by million steps."""
 
 import sys

@@ -1,6 +1,6 @@
 """Steps per second of environments with random actions, by each way to step many of them.
 
-    python -m benchmark.published.border_speed --names sleep --rounds 3
+    python -m benchmark.published.studies.border_speed --names sleep --rounds 3
 
 What is measured: this project's `Envs` in one process (0 workers), in W worker processes and on W
 threads of EnvPool, beside Stable-Baselines3's SubprocVecEnv and gymnasium's AsyncVectorEnv, which

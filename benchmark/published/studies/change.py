@@ -1,7 +1,7 @@
 """A script with changes: `change.py NAME` or `change.py NAME+NAME`, then the script's own flags;
 later `change.py --resume RUN` or `change.py --evaluate RUN`. Each change is a file of changes/, of
 ppo_cma.py if it begins with cma-, else of ppo_continuous_action.py; in a clone, `git apply
-benchmark/published/changes/NAME.patch` makes it.
+benchmark/published/studies/changes/NAME.patch` makes it.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ def changed(names: str):
     script = "ppo_cma.py" if cma else "ppo_continuous_action.py"
     kept = tempfile.TemporaryDirectory()  # until the program ends: its text is read again
     folder = Path(kept.name)
-    shutil.copy(HERE.parents[1] / script, folder)
+    shutil.copy(HERE.parents[2] / script, folder)
     here = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # not in a clone around it
     for name in names.split("+"):
         subprocess.run(["git", "apply", known[name]], cwd=folder, env=here, check=True)

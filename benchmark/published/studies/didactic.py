@@ -1,6 +1,6 @@
 """PPO and PPO-CMA-m on a quadratic of two action dimensions, and no state: didactic.gif.
 
-    python benchmark/published/didactic.py
+    python benchmark/published/studies/didactic.py
 
 Maximise r(a) = -|a|^2 over the box [-2, 2]^2 from N((-1, -1), 0.25^2), 64 actions an iteration,
 20 iterations: the problem of the PPO-CMA paper's first figure, by the `Agent` of ppo_cma.py.
@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from ppo_cma import Agent, Args, pretrain_policy
 
 ITERATIONS = 20
@@ -83,4 +83,4 @@ def draw(sides: list[tuple[str, str, Result]], path: Path):
 if __name__ == "__main__":
     left = ("PPO", "#D55E00", optimize("ppo", 0))
     right = ("PPO-CMA-m", "#0072B2", optimize("ppo-cma-m", 0))
-    draw([left, right], Path(__file__).parent / "results/didactic/didactic.gif")
+    draw([left, right], Path(__file__).resolve().parents[1] / "results/didactic/didactic.gif")

@@ -1,0 +1,364 @@
+"""docs/deploy.md: its snippets export every script's policy; what is exported acts alike."""
+
+import importlib
+import re
+import shutil
+import sys
+from types import SimpleNamespace
+
+import agents_toy
+import gymnasium as gym
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from program import ROOT
+
+import ppo
+import ppo_atari_lstm
+import ppo_atari_multigpu
+import ppo_cma
+import ppo_continuous_action
+import ppo_continuous_action_warp
+import ppo_kl_adaptive
+import ppo_lstm
+import ppo_pettingzoo
+import ppo_pettingzoo_ma_atari
+import ppo_pixels
+import ppo_procgen
+
+PAGE = (ROOT / "docs" / "deploy.md").read_text()
+EXPORT, *SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+LOOP, MEMORY, TORCHSCRIPT = SNIPPETS[-3:]
+ROWS = 64
+SLOW = pytest.mark.slow  # an export takes 3 s
+VECTOR, BOX = gym.spaces.Box(-np.inf, np.inf, (5,)), gym.spaces.Box(-1.0, np.float32([2, 3]))
+CHOICES = gym.spaces.Discrete(4)
+IMAGE = gym.spaces.Box(0, 255, (20, 24, 3), np.uint8)
+
+pytestmark = [  # of TorchScript, and within the exporter
+    pytest.mark.filterwarnings(f"ignore::{kind}")
+    for kind in ("DeprecationWarning", "FutureWarning", "UserWarning", "torch.jit.TracerWarning")
+]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A folder with the page's export.py, imported from there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "export.py").write_text(EXPORT)
+    yield tmp_path
+    sys.modules.pop("export", None)
+
+
+def spaces(observations, actions):
+    return SimpleNamespace(observation_space=observations, action_space=actions)
+
+
+def shaken(agent, loud: float = 30.0):
+    """The agent with other weights, and with normalisers that matter."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, x in agent.named_parameters():
+            if x.ndim > 1:  # the heads begin with small ones
+                x *= loud if "actor" in name else 1.5
+            else:
+                x += 0.1 * torch.randn(x.shape, generator=generator)
+        for name, x in agent.named_buffers():
+            if name.endswith("moments.mean") or re.search(r"moments\.\d+\.mean", name):
+                x += torch.randn(x.shape, generator=generator)
+            elif name.endswith("var") or name == "obs_scale":
+                x *= 0.5 + torch.rand(x.shape, generator=generator)
+    return agent
+
+
+def export(script, agent, monkeypatch, edit=lambda snippet: snippet):
+    """Run the page's snippet of this script, or of its group, on this agent."""
+    monkeypatch.setattr(script, "load", lambda folder: (agent, agent_args(agent)))
+    found = [x for x in SNIPPETS if f"from {script.__name__} import" in x]
+    if not found:
+        section = re.search(rf"### [^\n]*`{script.__name__}\.py`.*?```python\n(.*?)```", PAGE, re.S)
+        text = section.group(1)
+        leader = re.search(r"from (ppo\w+) import", text).group(1)
+        found = [text.replace(f"from {leader} import", f"from {script.__name__} import")]
+    (snippet,) = found
+    names = {}
+    exec(edit(snippet), names)
+    return names
+
+
+def undecided(head: torch.nn.Linear, scores: torch.Tensor):
+    """Change a head so that each choice is the likeliest somewhere, by its scores [rows, C]."""
+    head.bias.data -= scores.detach().mean(dim=0)
+
+
+def agent_args(agent):
+    return getattr(agent, "args", None)
+
+
+def run(name: str, **inputs) -> list[np.ndarray]:
+    """Outputs of name.onnx, which name.pt and single rows must equal."""
+    session = onnxruntime.InferenceSession(f"{name}.onnx")
+    assert [x.name for x in session.get_inputs()] == list(inputs)
+    outputs = session.run(None, inputs)
+    given = [torch.as_tensor(x) for x in inputs.values()]
+    scripted = torch.jit.load(f"{name}.pt")(*given)
+    scripted = scripted if isinstance(scripted, tuple) else (scripted,)
+    for a, b in zip(outputs, scripted, strict=True):
+        np.testing.assert_allclose(a, b.numpy(), atol=1e-5)
+    first = {key: x[:, :1] if key == "state" else x[:1] for key, x in inputs.items()}
+    np.testing.assert_allclose(session.run(None, first)[0], outputs[0][:1], atol=1e-5)
+    return outputs
+
+
+def numbers(name: str = "policy") -> int:
+    """How many numbers the file holds."""
+    return sum(int(np.prod(x.dims)) for x in onnx.load(f"{name}.onnx").graph.initializer)
+
+
+def count(module) -> int:
+    return sum(x.numel() for x in module.parameters())
+
+
+@pytest.mark.parametrize("script", [ppo_continuous_action, ppo_continuous_action_warp])
+def test_scaled_actions(script, monkeypatch, rng):
+    agent = shaken(script.Agent(spaces(VECTOR, BOX)), loud=8.0)
+    export(script, agent, monkeypatch)
+    obs = rng.standard_normal((ROWS, 5)).astype(np.float32)
+    expected = agent.act(obs)
+    assert np.ptp(expected, axis=0).min() > 0.1
+    (actions,) = run("policy", obs=obs)
+    np.testing.assert_allclose(actions, expected, atol=1e-5)
+    held = numbers() - count(agent.actor_mean)
+    assert 0 < held < 32  # moments, origin and unit; no critic
+    assert count(agent.critic) > 1000
+
+
+def test_choices(monkeypatch, rng):
+    agent = shaken(ppo.Agent(spaces(VECTOR, CHOICES)))
+    export(ppo, agent, monkeypatch)
+    obs = rng.standard_normal((ROWS, 5)).astype(np.float32)
+    expected = agent.act(obs)
+    assert set(expected) == set(range(4))
+    (actions,) = run("policy", obs=obs)
+    np.testing.assert_array_equal(actions, expected)
+    assert numbers() == count(agent.actor)
+
+
+@pytest.mark.slow
+def test_choices_in_branches(monkeypatch, rng):
+    agent = shaken(ppo.Agent(spaces(VECTOR, gym.spaces.MultiDiscrete([3, 2]))))
+    (line,) = re.findall(r"^`(torch\.stack.*)`\.$", PAGE, re.MULTILINE)
+    edit = {"agent.actor(obs).argmax(dim=-1)": line, "import numpy": "import torch\nimport numpy"}
+
+    def edited(snippet: str) -> str:
+        for old, new in edit.items():
+            assert old in snippet
+            snippet = snippet.replace(old, new)
+        return snippet
+
+    export(ppo, agent, monkeypatch, edited)
+    obs = rng.standard_normal((ROWS, 5)).astype(np.float32)
+    (actions,) = run("policy", obs=obs)
+    np.testing.assert_array_equal(actions, agent.act(obs))
+
+
+@pytest.mark.parametrize("mode", ["ppo-cma-m", pytest.param("ppo", marks=SLOW)])
+def test_ppo_cmas_mean(mode, monkeypatch, rng):
+    args = ppo_cma.Args(mode=mode)
+    agent = shaken(ppo_cma.Agent(spaces(VECTOR, BOX), args, pretrain=False))
+    agent.updates += 1  # before the first update, it acts by the initial Gaussian
+    export(ppo_cma, agent, monkeypatch)
+    obs = rng.standard_normal((ROWS, 5)).astype(np.float32)
+    expected = agent.act(obs)
+    assert np.ptp(expected, axis=0).min() > 0.5
+    (actions,) = run("policy", obs=obs)
+    np.testing.assert_allclose(actions, expected, atol=1e-5)
+    assert numbers() < count(agent.mean_net) + 32
+
+
+@pytest.mark.parametrize(
+    "actions", [BOX, pytest.param(CHOICES, marks=SLOW)], ids=["box", "choices"]
+)
+def test_a_policy_that_sees_the_time(actions, monkeypatch, rng):
+    agent = shaken(ppo_kl_adaptive.Agent(spaces(VECTOR, actions)), loud=2.0)
+    export(ppo_kl_adaptive, agent, monkeypatch)
+    obs = rng.standard_normal((ROWS, 5)).astype(np.float32)
+    time = np.arange(ROWS, dtype=np.float32) * 20
+    expected = agent.act(obs, time=time)
+    (found,) = run("policy", obs=obs, time=time)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert np.ptp(expected, axis=0).min() > 0.5
+    assert not np.array_equal(expected, agent.act(obs))
+    assert numbers() < count(agent.actor) + 32
+
+
+@pytest.mark.parametrize(
+    "script, shape",
+    [
+        (ppo_atari_multigpu, (4, 84, 84)),
+        (ppo_procgen, (3, 64, 64)),
+        pytest.param(ppo_pettingzoo_ma_atari, (6, 84, 84), marks=SLOW),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_pixels_as_bytes(script, shape, monkeypatch, rng):
+    agent = shaken(script.Agent(spaces(None, CHOICES)))
+    assert f"(2, {', '.join(map(str, shape))})" in PAGE
+    obs = rng.integers(0, 256, (ROWS, *shape))
+    obs = np.uint8(obs * np.linspace(0, 1, ROWS).reshape(-1, 1, 1, 1))  # from dark to bright
+    undecided(agent.actor, agent.policy(torch.tensor(obs))[0])
+    agent.args.bf16 = True  # which the snippet undoes
+    change = "(2, 4, 84, 84)", f"(2, {', '.join(map(str, shape))})"
+    export(script, agent, monkeypatch, lambda snippet: snippet.replace(*change))
+    expected = agent.act(obs)
+    assert len(set(expected)) > 1
+    (actions,) = run("policy", obs=obs)
+    np.testing.assert_array_equal(actions, expected)
+    assert numbers() < count(agent) - count(agent.critic) + 8
+
+
+def test_a_memory(monkeypatch, rng):
+    agent = shaken(ppo_atari_lstm.Agent(spaces(None, CHOICES)))
+    export(ppo_atari_lstm, agent, monkeypatch)
+    frames = rng.integers(0, 256, (3, ROWS, 1, 84, 84)).astype(np.uint8)
+    state, theirs = np.zeros((2, ROWS, 128), np.float32), agent.initial_state(ROWS)
+    seen = set()
+    for obs in frames:
+        actions, state = run("policy", obs=obs, state=state)
+        np.testing.assert_array_equal(actions, agent.act(obs, state=theirs))
+        np.testing.assert_allclose(state, theirs.numpy(), atol=1e-5)
+        seen |= set(actions)
+    assert len(seen) > 1
+    assert np.abs(state).max() > 0.1
+    exec(MEMORY, names := {})
+    assert np.abs(names["state"]).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    "observations, actions",
+    [
+        pytest.param(IMAGE, CHOICES, marks=SLOW),
+        (gym.spaces.Dict({"camera": IMAGE, "joints": VECTOR}), gym.spaces.Tuple([BOX, CHOICES])),
+    ],
+    ids=["image", "mixed"],
+)
+def test_images_and_more(observations, actions, monkeypatch, rng):
+    agent = shaken(ppo_pixels.Agent(spaces(observations, actions), ppo_pixels.Args()))
+    observations.seed(1)
+    items = [observations.sample() for _ in range(ROWS)]
+    raw = np.stack(items)
+    if isinstance(observations, gym.spaces.Dict):
+        raw = {key: np.stack([item[key] for item in items]) for key in items[0]}
+    seen = agent.observe(raw)
+    undecided(agent.actor, agent.policy(ppo_pixels.as_tensors(seen, "cpu"))[0])
+    names = export(ppo_pixels, agent, monkeypatch)
+    parts = dict(zip(names["parts"], seen, strict=True))
+    assert parts["obs_0"].dtype == np.uint8  # the image itself
+    (rows,) = run("policy", **parts)
+    acted = agent.act(raw)
+    parted = (part for _, part in ppo_pixels.parts(actions))
+    assert sum(gym.spaces.flatdim(part) for part in parted) == rows.shape[1]
+    if isinstance(actions, gym.spaces.Discrete):
+        np.testing.assert_array_equal(rows.argmax(axis=-1), acted)
+        assert len(set(acted)) > 1
+        return
+    numbers, choices = acted
+    np.testing.assert_allclose(np.clip(rows[:, :2], BOX.low, BOX.high), numbers, atol=1e-5)
+    np.testing.assert_array_equal(rows[:, 2:].argmax(axis=-1), choices)
+
+
+@pytest.mark.parametrize("flags", [{}, {"memory": "gru", "previous_action": True}], ids=str)
+def test_a_memory_for_any_observation(flags, monkeypatch, rng):
+    space = gym.spaces.Dict({"camera": IMAGE, "joints": VECTOR})
+    agent = shaken(ppo_lstm.Agent(spaces(space, BOX), ppo_lstm.Args(**flags)))
+    names = export(ppo_lstm, agent, monkeypatch)
+    memory, theirs = names["inputs"]["memory"], agent.initial_state(ROWS)
+    memory = np.zeros((ROWS, memory.shape[1]), np.float32)
+    for _ in range(3):
+        images = rng.integers(0, 256, (ROWS, *IMAGE.shape)).astype(np.uint8)
+        joints = rng.standard_normal((ROWS, 5)).astype(np.float32)
+        actions, memory = run("policy", memory=memory, obs_0=images, obs_1=joints)
+        expected = agent.act({"camera": images, "joints": joints}, state=theirs)
+        np.testing.assert_allclose(np.clip(actions, BOX.low, BOX.high), expected, atol=1e-5)
+        np.testing.assert_allclose(memory, theirs.numpy(), atol=1e-5)
+    assert np.abs(memory).max() > 0.05
+    assert np.ptp(expected, axis=0).min() > 0.05
+
+
+def test_several_agents(monkeypatch, rng):
+    args = ppo_pettingzoo.Args(env_id="agents_toy:Watch")
+    envs = ppo_pettingzoo.Envs([agents_toy.Watch()], args, [0])
+    agent = shaken(ppo_pettingzoo.Agent(envs, args))
+    guards = [agent.roles.row(1, x, {}) for x in np.linspace([-1], [1], ROWS)]
+    undecided(agent.actor[-1], agent.actor(torch.tensor(np.stack(guards))[:, : agent.dim]))
+    export(ppo_pettingzoo, agent, monkeypatch)
+    for name, size in (("scout", 3), ("guard_0", 1), ("guard_1", 1)):
+        obs = rng.uniform(-1, 1, (ROWS, size)).astype(np.float32)
+        (rows,) = run(name, obs=obs)
+        expected = [agent.act({name: x})[name] for x in obs]
+        np.testing.assert_array_equal(rows[:, 0], expected)
+        assert numbers(name) < count(agent.actor) + 32
+    assert len(set(expected)) > 1
+    # with a mask, as the page says
+    with_mask = {
+        ", roles.has[i]]": "]",
+        "act(agent, obs, rest": "act(agent, obs, mask, rest",
+        "shape[0], -1)]": "shape[0], -1), mask]",
+        "np.float32))": "np.float32), mask=np.ones((2, 3), np.float32))",
+    }
+
+    def edited(snippet: str) -> str:
+        for old, new in with_mask.items():
+            assert old in snippet
+            snippet = snippet.replace(old, new)
+        return snippet
+
+    export(ppo_pettingzoo, agent, monkeypatch, edited)
+    obs = rng.uniform(-1, 1, (ROWS, 3)).astype(np.float32)
+    mask = np.float32(rng.permuted(np.tile([0, 1, 1], (ROWS, 1)), axis=1))
+    (rows,) = run("scout", obs=obs, mask=mask)
+    infos = [{"scout": {"action_mask": x}} for x in mask]
+    expected = [
+        agent.act({"scout": x}, infos=info)["scout"] for x, info in zip(obs, infos, strict=True)
+    ]
+    np.testing.assert_array_equal(rows[:, 0], expected)
+
+
+def test_the_loops_of_a_trained_policy(place, monkeypatch):
+    """The first snippet on a run's folder, the loop without this project, TorchScript's."""
+    flags = "--num-steps 64 --total-timesteps 128 --update-epochs 1 --run-dir runs/RUN"
+    ppo_continuous_action.train(ppo_continuous_action.parse_args(flags.split()))
+    for snippet in SNIPPETS:
+        if "from ppo_continuous_action import" in snippet:
+            exec(snippet, {})
+    agent, _ = ppo_continuous_action.load("runs/RUN")
+    assert agent.obs_moments.count > 100
+    limit = "max_episode_steps=50"
+    loop = LOOP.replace('"HalfCheetah-v4"', f'"HalfCheetah-v4", {limit}')
+    seen = []
+    monkeypatch.setattr(np, "clip", lambda x, *bounds: seen.append(x) or x)
+    exec(loop, names := {})
+    assert len(seen) == 50
+    assert names["truncated"]
+    exec(TORCHSCRIPT, torch_names := {})
+    expected = agent.act(np.zeros((1, 17)))
+    np.testing.assert_allclose(torch_names["actions"].numpy(), expected, atol=1e-5)
+    shutil.rmtree("runs")
+
+
+def test_the_page_has_every_script():
+    scripts = {path.stem for path in ROOT.glob("ppo*.py")}
+    titles = "".join(re.findall(r"^### .*$", PAGE, re.MULTILINE))
+    assert scripts == set(re.findall(r"`(ppo\w*)\.py`", titles))
+    for name in scripts:
+        assert importlib.import_module(name)
+    code = [line for line in LOOP.splitlines() if line.strip()]
+    assert len(code) <= 14
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(1)

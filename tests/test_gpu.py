@@ -1,0 +1,105 @@
+"""What each script learns on a GPU is what it learns on a CPU, to rounding: its first iteration is
+compared, then more are played there, resumed and evaluated. Skipped where there is no CUDA."""
+
+import importlib
+import importlib.util
+import shlex
+
+import envpool
+import numpy as np
+import pytest
+import torch
+from program import ROOT, scalars, status
+
+SIZES = "--num-envs 4 --num-steps 32 --num-minibatches 2 --update-epochs 2 --checkpoint-interval 1"
+FLAGS = {
+    "ppo": f"--env-id CartPole-v1 {SIZES}",
+    "ppo_continuous_action": f"--env-id InvertedPendulum-v4 {SIZES}",
+    "ppo_kl_adaptive": "--env-id InvertedPendulum-v4 --num-envs 3 --episodes-per-batch 6",
+    "ppo_cma": "--env-id InvertedPendulum-v4 --iter-steps 200 --n-updates 3",
+    "ppo_atari_multigpu": f"--env-id Breakout-v5 {SIZES}",
+    "ppo_atari_lstm": f"--env-id Breakout-v5 {SIZES}",
+    "ppo_procgen": SIZES,
+    "ppo_pixels": f"--env-id benchmark.published.gates:Gates-v0 {SIZES}",
+    "ppo_pettingzoo": f"--env-id agents_toy:make {SIZES}",
+    "ppo_pettingzoo_ma_atari": SIZES,
+    "ppo_lstm": SIZES,
+}
+NEEDS = {
+    "ppo_pettingzoo": ["pettingzoo"],
+    "ppo_pettingzoo_ma_atari": ["pettingzoo", "multi_agent_ale_py", "ale_py", "pygame"],
+}
+STEPS = {"ppo_kl_adaptive": 400, "ppo_cma": 400}  # of two iterations; the others: 256
+EVALUATED = {"ppo", "ppo_continuous_action", "ppo_pixels", "ppo_pettingzoo"}  # the others take long
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"),
+]
+
+
+def the_script(name: str):
+    missing = [x for x in NEEDS.get(name, []) if importlib.util.find_spec(x) is None]
+    if name == "ppo_procgen" and not any(x.startswith("Coinrun") for x in envpool.list_all_envs()):
+        missing.append("EnvPool's Procgen, which needs Qt 5")
+    if missing or not (ROOT / f"{name}.py").exists():
+        pytest.skip(f"not installed: {', '.join(missing) or name}")
+    return importlib.import_module(name)
+
+
+def first_losses(folder) -> dict[str, float]:
+    found = {tag: values for tag, values in scalars(folder).items() if tag.startswith("losses/")}
+    return {tag: values[0][1] for tag, values in found.items()}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_learning_on_a_gpu_is_learning_on_a_cpu(name, tmp_path, monkeypatch, capsys):
+    script = the_script(name)
+    monkeypatch.syspath_prepend(str(ROOT / "tests"))
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    losses = []
+    for device in ("--no-cuda", "--cuda"):
+        flags = f"{FLAGS[name]} {device} --total-timesteps {STEPS.get(name, 256)}"
+        script.train(script.parse_args(shlex.split(f"{flags} --run-dir {tmp_path / device}")))
+        losses.append(first_losses(tmp_path / device))
+    assert "cuda" in capsys.readouterr().out
+    assert len(losses[0]) >= 2 and losses[0].keys() == losses[1].keys()
+    for tag, value in losses[0].items():
+        assert losses[1][tag] == pytest.approx(value, rel=0.02, abs=1e-3), tag
+    before = script.load_checkpoint(tmp_path / "--cuda")["counters"]
+    again = f"--resume {tmp_path / '--cuda'} --total-timesteps {2 * STEPS.get(name, 256)}"
+    env_id = script.parse_args(shlex.split(FLAGS[name])).env_id
+    named = f" --env-id {env_id}" if ":" in env_id else ""
+    script.train(script.parse_args(shlex.split(again + named)))
+    after = script.load_checkpoint(tmp_path / "--cuda")
+    assert after["counters"][1] > before[1]  # iterations
+    assert all(torch.as_tensor(x).isfinite().all() for x in after["agent"].values())
+    assert status(tmp_path / "--cuda") == "finished"
+    if name in EVALUATED:
+        argv = f"--evaluate {tmp_path / '--cuda'} --eval-episodes 2{named}"
+        assert np.isfinite(script.evaluate(script.parse_args(shlex.split(argv)))).all()
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_continuous_action"])
+def test_numpy_acts_as_the_network_on_the_device(name):
+    """`numpy_actor` is made from parameters on a GPU, and made anew when they have changed."""
+    script = the_script(name)
+    args = script.parse_args(shlex.split(FLAGS[name]))
+    with script.contextlib.closing(script.make_envs(args, 4)) as envs:
+        agent = script.Agent(envs, args).to("cuda")
+        obs = np.random.default_rng(0).normal(size=(64, *envs.obs.shape[1:])).astype(np.float32)
+    tensor = torch.as_tensor(obs, device="cuda")
+    acted = []
+    for _ in range(2):
+        acted.append(agent.numpy_actor()(obs))
+        with torch.no_grad():
+            if name == "ppo":
+                wanted = agent.actor(tensor).argmax(dim=-1)
+            else:
+                mean = agent.actor_mean(agent.normalize(tensor))
+                wanted = agent.origin + agent.unit * mean
+            for p in agent.parameters():
+                p += 0.1 * torch.randn_like(p)
+        same = np.reshape(acted[-1], wanted.shape)
+        np.testing.assert_allclose(same, wanted.cpu().numpy(), atol=1e-4)
+    assert not np.array_equal(*acted)
