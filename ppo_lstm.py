@@ -766,7 +766,7 @@ class Memory(nn.Module):
         if isinstance(self.net, nn.Identity):
             return rows, state
         if isinstance(self.net, nn.GRU):
-            output, h = self.net(rows, state.unsqueeze(0))
+            output, h = self.net(rows, state.unsqueeze(0).contiguous())
             return output, h.squeeze(0)
         h, c = state.unsqueeze(0).chunk(2, dim=-1)
         output, (h, c) = self.net(rows, (h.contiguous(), c.contiguous()))
@@ -879,7 +879,7 @@ class Agent(nn.Module):
             past = past.masked_fill(first.unsqueeze(-1).to(past.device), 0.0)
         found = []
         for k, (memory, x) in enumerate(zip(self.memories, self.features(obs), strict=False)):
-            rows = x.view(-1, len(state), x.shape[-1])  # [T, N, F]
+            rows = x.view(-1, state.shape[0], x.shape[-1])  # [T, N, F]
             if self.args.previous_action:
                 rows = torch.cat([rows, past], dim=-1)
             if first is None:
