@@ -98,6 +98,7 @@ class Args:
     encoder: Literal["auto", "nature", "impala", "small"] = "auto"  # of images; auto: by size
     memory: Literal["lstm", "gru", "none"] = "lstm"  # behind these layers
     memory_size: int = 128  # its units
+    memory_span: int = 1  # new, they forget after 1 to this many steps; more for long delays
     previous_action: bool = False  # remember the last action, too, and that an episode has begun
     separate_critic: bool = False  # a second network and memory for the value
     total_timesteps: int = 1_000_000  # steps in all environments, rounded down to iterations
@@ -753,11 +754,14 @@ class Memory(nn.Module):
     """An LSTM (Hochreiter & Schmidhuber 1997), a GRU (Cho et al. 2014), or none: what goes in comes
     out. Its state in N environments is a tensor [N, S]: h and c of an LSTM, h of a GRU."""
 
-    def __init__(self, kind: str, inputs: int, size: int):
+    def __init__(self, kind: str, inputs: int, size: int, span: int = 1):
         super().__init__()
         self.net = {"lstm": nn.LSTM, "gru": nn.GRU, "none": nn.Identity}[kind](inputs, size)
         for name, parameter in self.net.named_parameters():  # (LSTM detail 1)
             nn.init.zeros_(parameter) if "bias" in name else nn.init.orthogonal_(parameter)
+        if kind != "none":  # a gate of k / (1 + k) keeps it for about k steps, 1 ... span
+            gates = self.net.bias_ih_l0.data[size : 2 * size]  # an LSTM's f, a GRU's z
+            gates.copy_(torch.linspace(0.0, math.log(span), size))
         self.size = inputs if kind == "none" else size
         self.state_size = {"lstm": 2 * size, "gru": size, "none": 0}[kind]
 
@@ -811,7 +815,8 @@ class Agent(nn.Module):
         two = self.args.separate_critic
         self.value_trunk = Trunk(shapes, self.args.encoder) if two else None
         past = len(number) + 1 if self.args.previous_action else 0  # numbers of `past`
-        how = self.args.memory, self.trunk.size + past, self.args.memory_size
+        inputs, size = self.trunk.size + past, self.args.memory_size
+        how = self.args.memory, inputs, size, self.args.memory_span
         self.memories = nn.ModuleList(Memory(*how) for _ in range(1 + two))
         self.state_sizes = [*(memory.state_size for memory in self.memories), past]
         # logits of choices and means of numbers, in the order of an action

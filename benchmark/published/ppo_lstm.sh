@@ -18,3 +18,17 @@ none --env-ids $novel:PendulumNoVel-v1 --command "$script $pendulum --memory non
 repeat="--memory gru --previous-action --num-envs 16 --num-steps 104 --learning-rate 1e-3 --total-timesteps 300000"
 lstm --env-ids popgym:popgym-RepeatPreviousEasy-v0 --command "$script $repeat"
 none --env-ids popgym:popgym-RepeatPreviousEasy-v0 --command "$script $repeat --memory none"
+
+cue="--memory-size 64 --num-envs 16 --learning-rate 1e-3 --total-timesteps 60000"
+lstm --env-ids $novel:Cue-v0 --variant span --command "$script $cue --memory-span 128"
+bench --workers 1 --num-seeds 1 --env-ids $novel:Cue-v0 --command "$script $cue"
+none --env-ids $novel:Cue-v0 --command "$script $cue --memory none"
+
+position="$cartpole --gamma 0.99"
+lstm --env-ids popgym:popgym-PositionOnlyCartPoleEasy-v0 --command "$script $position"
+none --env-ids popgym:popgym-PositionOnlyCartPoleEasy-v0 --command "$script $position --memory none"
+
+memory="--num-envs 16 --memory-span 64 --learning-rate 1e-3 --total-timesteps 1000000"
+bench --workers 1 --num-seeds 1 --env-ids minigrid:MiniGrid-MemoryS7-v0 --command "$script $memory"
+none --env-ids minigrid:MiniGrid-MemoryS7-v0 --command "$script $memory --memory none"
+python -m benchmark.published
