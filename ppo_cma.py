@@ -310,7 +310,7 @@ class Envs:
         return rewards, terminated, truncated
 
     def shown(self) -> dict[str, np.ndarray]:
-        """What is to be seen of the environments from outside, [N, ...] each."""
+        """What the rollout sees of the environments, [N, ...] each."""
         return {"obs": self.obs, "over": self.over, "lengths": self.lengths}
 
     def played(self) -> list[tuple[int, np.ndarray]]:
@@ -435,7 +435,9 @@ class MLP(nn.Module):
     def __init__(self, inputs: int, outputs: int, generator: torch.Generator):
         super().__init__()
         self.widths = (128, 128, outputs)
-        sizes = [(width, inputs + 128 * k) for k, width in enumerate(self.widths)]  # a row a unit
+        sizes = [
+            (width, inputs + 128 * k) for k, width in enumerate(self.widths)
+        ]  # one row for each unit
         rows = [F.normalize(torch.randn(size, generator=generator)) for size in sizes]
         self.from_input = nn.Parameter(torch.cat([row[:, :inputs] for row in rows]))
         self.bias = nn.Parameter(torch.zeros(sum(self.widths)))  # until `center`

@@ -299,7 +299,7 @@ class Envs:
         return rewards, terminated, truncated
 
     def shown(self) -> dict[str, np.ndarray]:
-        """What is to be seen of the environments from outside, [N, ...] each."""
+        """What the rollout sees of the environments, [N, ...] each."""
         return {"obs": self.obs, "over": self.over, "discounted": self.discounted}
 
     def played(self) -> list[tuple[int, np.ndarray]]:

@@ -301,7 +301,7 @@ class Envs:
         return rewards, terminated, truncated
 
     def shown(self) -> dict[str, np.ndarray]:
-        """What is to be seen of the environments from outside, [N, ...] each."""
+        """What the rollout sees of the environments, [N, ...] each."""
         return {"obs": self.obs, "over": self.over, "lengths": self.lengths}
 
     def played(self) -> list[tuple[int, np.ndarray]]:
@@ -827,7 +827,7 @@ def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
 # --- rollout --------------------------------------------------------------------------------------
 @dataclass
 class Episode:
-    """What was seen and done in it so far, a row a step; there is one more observation."""
+    """What was seen and done in it so far, one row for each step; there is one more observation."""
 
     obs: list[np.ndarray]
     actions: list[np.ndarray] = field(default_factory=list)
