@@ -184,7 +184,7 @@ def make_env(env_id: str, **options) -> gym.Env:
         check_spaces(env_id, env.observation_space, env.action_space)
     except Exception as error:  # whatever gymnasium or the environment's own code raises
         place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"raised in {place.filename}, line {place.lineno}: {place.line}"
+        where = f"raised in {place.filename}, line {place.lineno}"
         fail(f"--env-id {env_id}: {error!r}, {where}; your own: module:Id; arguments: --env-kwargs")
     space = env.observation_space
     return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
