@@ -22,7 +22,8 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
     python ppo_lstm.py --evaluate runs/RUN           # plays greedily, and with drawn actions
 
 `diff ppo_pixels.py ppo_lstm.py` shows the memory and little else. --num-steps has to reach from a
-cue to its use. Flags and tags are CleanRL's. Left out on purpose: transformers.
+cue to its use. Expect 500 on CartPole without velocities after 100,000 steps (greedy). Flags and
+tags are CleanRL's. Left out: transformers.
 """
 
 import atexit
@@ -96,11 +97,11 @@ class Args:
 
     # Algorithm
     encoder: Literal["auto", "nature", "impala", "small"] = "auto"  # of images; auto: by size
-    memory: Literal["lstm", "gru", "none"] = "lstm"  # behind these layers
-    memory_size: int = 128  # its units
-    memory_span: int = 1  # new, they forget after 1 to this many steps; more for long delays
-    previous_action: bool = False  # remember the last action, too, and that an episode has begun
-    separate_critic: bool = False  # a second network and memory for the value
+    memory: Literal["lstm", "gru", "none"] = "lstm"  # memory between these layers and the heads
+    memory_size: int = 128  # units of the memory
+    memory_span: int = 1  # new units forget after 1 to this many steps; raise it for long delays
+    previous_action: bool = False  # the memory also gets the last action, and where episodes begin
+    separate_critic: bool = False  # the value has a network and a memory of its own
     total_timesteps: int = 1_000_000  # steps in all environments, rounded down to iterations
     learning_rate: float = 5e-4  # Adam's learning rate in the first iteration
     num_steps: int = 128  # steps in each environment per iteration

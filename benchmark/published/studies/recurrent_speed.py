@@ -1,5 +1,5 @@
 """Steps per CPU second of ppo_lstm.py and of sb3-contrib's RecurrentPPO, measured in turn in this
-process: python -m benchmark.published.recurrent_speed FILE.csv [rounds].
+process: python -m benchmark.published.studies.recurrent_speed FILE.csv [rounds].
 
 pip install --no-deps stable-baselines3 sb3-contrib. On CartPole without velocities with
 rl-baselines3-zoo's settings (8 x 32 steps, 20 epochs of one minibatch, LSTMs of 64 for policy and
