@@ -134,6 +134,8 @@ def check(args, low: dict, high: dict):
             least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
+    if not args.exp_name:
+        raise ValueError("--exp-name '': a name is wanted")
     try:
         dict(**json.loads(args.env_kwargs))
     except (TypeError, ValueError, RecursionError) as error:
@@ -180,7 +182,7 @@ def make_env(env_id: str, **options) -> gym.Env:
         check_spaces(env_id, env.observation_space, env.action_space)
     except Exception as error:  # whatever gymnasium or the environment's own code raises
         place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"raised in {place.filename}, line {place.lineno}: {place.line}"
+        where = f"raised in {place.filename}, line {place.lineno}"
         fail(f"--env-id {env_id}: {error!r}, {where}; your own: module:Id; arguments: --env-kwargs")
     space = env.observation_space
     return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
@@ -310,7 +312,7 @@ class Envs:
         return rewards, terminated, truncated
 
     def shown(self) -> dict[str, np.ndarray]:
-        """What is to be seen of the environments from outside, [N, ...] each."""
+        """What the rollout sees of the environments, [N, ...] each."""
         return {"obs": self.obs, "over": self.over, "lengths": self.lengths}
 
     def played(self) -> list[tuple[int, np.ndarray]]:
@@ -435,7 +437,9 @@ class MLP(nn.Module):
     def __init__(self, inputs: int, outputs: int, generator: torch.Generator):
         super().__init__()
         self.widths = (128, 128, outputs)
-        sizes = [(width, inputs + 128 * k) for k, width in enumerate(self.widths)]  # a row a unit
+        sizes = [
+            (width, inputs + 128 * k) for k, width in enumerate(self.widths)
+        ]  # one row for each unit
         rows = [F.normalize(torch.randn(size, generator=generator)) for size in sizes]
         self.from_input = nn.Parameter(torch.cat([row[:, :inputs] for row in rows]))
         self.bias = nn.Parameter(torch.zeros(sum(self.widths)))  # until `center`

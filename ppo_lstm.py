@@ -550,7 +550,7 @@ class Envs:
         return rewards, terminated, truncated
 
     def shown(self) -> dict:
-        """What is to be seen of the environments from outside."""
+        """What the rollout sees of the environments."""
         return {"obs": self.obs, "over": self.over, "discounted": self.discounted}
 
     def played(self) -> list[tuple[int, np.ndarray]]:

@@ -271,7 +271,7 @@ def make_env(env_id: str, **options):
         hint = f"raised in {place.filename}, line {place.lineno}; your own: module:function; "
         fail(f"--env-id {env_id}: {error!r}, {hint}its arguments: --env-kwargs")
     if not hasattr(env, "possible_agents"):
-        fail(f"--env-id {env_id}: no possible_agents: all who may come must be known")
+        fail(f"--env-id {env_id}: no possible_agents: all agents that may appear must be listed")
     return env
 
 
@@ -431,7 +431,7 @@ class Envs:
                 acting[name] = self.roles.action(k, actions[k])
         observations, rewards, terminated, truncated, infos = env.step(acting)
         if unknown := rewards.keys() - set(names):
-            fail(f"--env-id {args.env_id}: rewards for {unknown}, who are no possible_agents")
+            fail(f"--env-id {args.env_id}: rewards for {unknown}, not among possible_agents")
         self.actions[i].append(actions)
         limit = len(self.actions[i]) == args.max_episode_steps
         dies = np.zeros(len(names), bool)
@@ -476,7 +476,7 @@ class Envs:
         return rewards, terminated, truncated
 
     def shown(self) -> dict[str, np.ndarray]:
-        """What is to be seen of the environments from outside, [N, ...] each."""
+        """What the rollout sees of the environments, [N, ...] each."""
         return {"obs": self.obs, "over": self.over}
 
     def played(self) -> list[tuple[int, np.ndarray]]:

@@ -116,7 +116,7 @@ def test_what_another_script_is_for_is_told(script, undisturbed, tmp_path, monke
         ("--env-id Pixels-v0", "; pixels: ppo_pixels.py\n"),
         (f"--env-id {ENV_ID[OTHER[script]]}", f"{other}: {sibling}\n"),
         ("--env-id Hopper-v2", "gymnasium-robotics"),
-        ("--env-id Nothing-v0", "your own: module:Id; its arguments: --env-kwargs\n"),
+        ("--env-id Nothing-v0", "your own: module:Id; arguments: --env-kwargs\n"),
         (f"--evaluate {undisturbed[0]} --env-id {LARGER[script]}", "its agent does not fit"),
     ):
         with pytest.raises(SystemExit) as end:

@@ -12,15 +12,15 @@ bench $three --env-ids dm_control/cheetah-run-v0 --command "$clipped"
 # steps with random actions, each way to make many of them: an hour; highway-env must be installed
 python -m benchmark.published.studies.border_speed
 
-# whole training
+# whole training; Stable-Baselines3's PPO beside the sleepers has a process for each environment
 speed() { python -m benchmark speed --rounds 3 --no-bare --output "benchmark/published/results/speed/border-$1.csv" "${@:2}"; }
-one="$clipped --no-cuda --no-compile --env-id benchmark.published.sleeper:Sleeper-v0 --num-envs 8"
-speed sleep --warmup-steps 16384 --steps 16384 --command "4_workers=$one --env-workers 4" \
+one="$clipped --no-cuda --no-compile --num-steps 256 --env-id benchmark.published.sleeper:Sleeper-v0 --num-envs 8"
+speed sleep --warmup-steps 2048 --steps 6144 --command "4_workers=$one --env-workers 4" \
   --command "one_process=$one" --command "2_workers=$one --env-workers 2" --command "8_workers=$one --env-workers 8"
 for env_id in HalfCheetah-v4 Humanoid-v4; do
   large="--num-envs 64 --num-steps 64 --num-minibatches 4 --update-epochs 2 --learning-rate 2.95e-3"
   one="$clipped --no-cuda --no-compile $large --env-id"
-  speed $env_id --warmup-steps 8192 --steps 65536 --command "2_workers=$one $env_id --env-workers 2" \
+  speed $env_id --no-sb3 --warmup-steps 8192 --steps 32768 --command "2_workers=$one $env_id --env-workers 2" \
     --command "one_process=$one $env_id" --command "EnvPool_1=$one envpool:$env_id --env-workers 1" \
     --command "EnvPool_2=$one envpool:$env_id --env-workers 2"
 done
