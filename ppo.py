@@ -898,6 +898,8 @@ def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
     content, path = {}, Path(folder) / "checkpoint.pt"
     try:
+        if not path.is_file():  # a pipe would be waited for
+            raise FileNotFoundError(path.name)
         with zipfile.ZipFile(path) as file:
             if file.testzip():
                 raise ValueError("it is damaged")

@@ -448,19 +448,25 @@ def update(agent, data: Rollout, iteration: int, rate: float, args: Args, gradie
     batch = Batch(*(x.flatten(0, 1) for x in fields))  # B = T * N
 
     epochs = minibatch_rows(iteration, own_envs(args), args, values.device)
-    moments = iter(advantage_moments(batch, [rows for epoch in epochs for rows in epoch]))
+    moments = advantage_moments(batch, [rows for epoch in epochs for rows in epoch])
+    moments = moments.view(args.update_epochs, args.num_minibatches, 3)
+    enough = (moments[..., 2] >= 2).tolist()  # advantages of fewer can't be normalized
     metrics = []  # of each step
     agent.adam.param_groups[0]["lr"] = torch.tensor(rate, device=values.device)
-    for epoch in epochs:
-        for rows in epoch:
+    for k, epoch in enumerate(epochs):
+        for j, rows in enumerate(epoch):
+            if not enough[k][j]:
+                continue
             minibatch = Batch(*(x[rows] for x in batch))
-            shares = gradient(agent, minibatch, next(moments), args)
+            shares = gradient(agent, minibatch, moments[k, j], args)
             grad, share = world_sum(shares).tensor_split([len(agent.vector)])
             norm = grad.norm(keepdim=True)  # over all parameters (detail 11)
             agent.vector.grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             agent.adam.step()
             metrics.append(torch.cat([share, norm]))
-        approx_kl = torch.stack(metrics[-len(epoch) :])[:, METRICS.index("approx_kl")]
+        if not any(enough[k]):
+            return {}
+        approx_kl = torch.stack(metrics[-sum(enough[k]) :])[:, METRICS.index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
     means = torch.stack(metrics).mean(dim=0).tolist()
@@ -677,6 +683,8 @@ def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
     content, path = {}, Path(folder) / "checkpoint.pt"
     try:
+        if not path.is_file():  # a pipe would be waited for
+            raise FileNotFoundError(path.name)
         with zipfile.ZipFile(path) as file:
             if file.testzip():
                 raise ValueError("it is damaged")

@@ -162,6 +162,8 @@ def check(args, low: dict, high: dict):
             least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
+    if not args.exp_name:
+        raise ValueError("--exp-name '': a name is wanted")
     try:
         dict(**json.loads(args.env_kwargs))
     except (TypeError, ValueError, RecursionError) as error:
@@ -1301,6 +1303,8 @@ def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
     content, path = {}, Path(folder) / "checkpoint.pt"
     try:
+        if not path.is_file():  # a pipe would be waited for
+            raise FileNotFoundError(path.name)
         with zipfile.ZipFile(path) as file:
             if file.testzip():
                 raise ValueError("it is damaged")

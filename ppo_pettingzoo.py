@@ -150,6 +150,8 @@ def check(args, low: dict, high: dict):
             least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
+    if not args.exp_name:
+        raise ValueError("--exp-name '': a name is wanted")
     try:
         dict(**json.loads(args.env_kwargs))
     except (TypeError, ValueError, RecursionError) as error:
