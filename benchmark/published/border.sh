@@ -8,17 +8,20 @@ clipped="python ppo_continuous_action.py" three="--start-seed 201 --num-seeds 3"
 bench $three --env-ids envpool:CheetahRun-v1 --command "$clipped"
 bench $three --env-ids dm_control/cheetah-run-v0 --command "$clipped"
 
+# README's humanoid; seed 201 has run
+large="--num-envs 64 --num-steps 64 --num-minibatches 4 --update-epochs 2 --learning-rate 2.95e-3"
+bench $three --variant 3M-64envs --env-ids envpool:Humanoid-v4 --command "$clipped --total-timesteps 3000000 $large --env-workers 2"
+
 [ "${1:-}" = speed ] || exit 0
 # steps with random actions, each way to make many of them: an hour; highway-env must be installed
 python -m benchmark.published.studies.border_speed
 
 # whole training; Stable-Baselines3's PPO beside the sleepers has a process for each environment
-speed() { python -m benchmark speed --rounds 3 --no-bare --output "benchmark/published/results/speed/border-$1.csv" "${@:2}"; }
-one="$clipped --no-cuda --no-compile --num-steps 256 --env-id benchmark.published.sleeper:Sleeper-v0 --num-envs 8"
-speed sleep --warmup-steps 2048 --steps 6144 --command "4_workers=$one --env-workers 4" \
+speed() { python -m benchmark speed --rounds 2 --no-bare --output "benchmark/published/results/speed/border-$1.csv" "${@:2}"; }
+one="$clipped --no-cuda --no-compile --num-envs 8 --num-steps 512 --num-minibatches 4 --update-epochs 4 --env-id benchmark.published.sleeper:Sleeper-v0"
+speed sleep --warmup-steps 4096 --steps 8192 --command "4_workers=$one --env-workers 4" \
   --command "one_process=$one" --command "2_workers=$one --env-workers 2" --command "8_workers=$one --env-workers 8"
 for env_id in HalfCheetah-v4 Humanoid-v4; do
-  large="--num-envs 64 --num-steps 64 --num-minibatches 4 --update-epochs 2 --learning-rate 2.95e-3"
   one="$clipped --no-cuda --no-compile $large --env-id"
   speed $env_id --no-sb3 --warmup-steps 8192 --steps 32768 --command "2_workers=$one $env_id --env-workers 2" \
     --command "one_process=$one $env_id" --command "EnvPool_1=$one envpool:$env_id --env-workers 1" \
