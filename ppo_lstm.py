@@ -887,7 +887,7 @@ class Agent(nn.Module):
             past = past.masked_fill(first.unsqueeze(-1).to(past.device), 0.0)
         found = []
         for k, (memory, x) in enumerate(zip(self.memories, self.features(obs), strict=False)):
-            rows = x.view(-1, state.shape[0], x.shape[-1])  # [T, N, F]
+            rows = x.unsqueeze(0) if first is None else x.view(*first.shape, -1)  # [T, N, F]
             if self.args.previous_action:
                 rows = torch.cat([rows, past], dim=-1)
             if first is None:

@@ -426,6 +426,7 @@ def test_a_run_shorter_than_a_batch_is_told(capsys):
 SECTIONS = {
     "From CleanRL": ["ppo", "ppo_continuous_action", "ppo_atari_multigpu"],
     "From Stable": ["ppo", "ppo_continuous_action"],
+    "From Recurrent": ["ppo_lstm"],
     "From PPO-CMA": ["ppo_cma"],
     'From "AI Gym': ["ppo_kl_adaptive"],
     "Left out": list(SCRIPTS),

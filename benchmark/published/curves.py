@@ -224,6 +224,14 @@ def atari():
     report.save(figure, looks, RESULTS, "ppo_atari_multigpu", svg=False)
 
 
+def memory():
+    """ppo_lstm.py with its memory and without it, where one is needed."""
+    names = [f"ppo_lstm{more}" for more in ("", " span", " none")]
+    tasks = "CartPoleNoVel-v1", "PendulumNoVel-v1", "popgym-RepeatPreviousEasy-v0", "Cue-v0"
+    figure, _, _, looks = learning(names, tasks)
+    report.save(figure, looks, RESULTS, "ppo_lstm", svg=False)
+
+
 def head_to_head():
     """Clipped, KL-adaptive and CMA on eight environments, and the profile of final policies."""
     figure, (axis,), groups, looks = learning(SCRIPTS, MUJOCO, more=1)
