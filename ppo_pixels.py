@@ -1220,9 +1220,10 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
     agent = Agent(envs, args)
     if env is None:
         envs.close()
-    names = checkpoint.get("names")
-    if names != agent.reader.names():
-        fail(f"{folder}: its agent sees {names}, the environment shows {agent.reader.names()}")
+    shown = agent.reader.names()
+    seen = checkpoint.get("names", shown)  # not kept with weights alone
+    if seen != shown:
+        fail(f"{folder}: its agent sees {seen}, the environment shows {shown}")
     try:
         agent.load_state_dict(checkpoint["agent"])
     except RuntimeError as error:

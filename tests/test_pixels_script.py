@@ -284,6 +284,17 @@ def test_a_saved_policy_acts_as_it_did(tmp_path):
         seen = agent.observe({key: np.asarray(x)[None] for key, x in obs.items()}, seen)
 
 
+def test_weights_and_arguments_alone_are_a_policy(tmp_path):
+    """What the harness keeps of a run has no names of what the agent sees."""
+    folder = train(tmp_path / "run", "--total-timesteps 32")
+    agent, _ = ppo_pixels.load(folder)
+    content = torch.load(folder / "checkpoint.pt", weights_only=True)
+    kept = {name: content[name] for name in ("args", "agent")}
+    torch.save(kept, folder / "checkpoint.pt")
+    again, _ = ppo_pixels.load(folder)
+    assert all(torch.equal(x, again.state_dict()[name]) for name, x in agent.state_dict().items())
+
+
 def test_videos_are_recorded(tmp_path):
     pytest.importorskip("moviepy")
     folder = train(tmp_path / "run", "--total-timesteps 64")
