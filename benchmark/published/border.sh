@@ -16,14 +16,5 @@ bench $three --variant 3M-64envs --env-ids envpool:Humanoid-v4 --command "$clipp
 # steps with random actions, each way to make many of them: an hour; highway-env must be installed
 python -m benchmark.published.studies.border_speed
 
-# whole training; Stable-Baselines3's PPO beside the sleepers has a process for each environment
-speed() { python -m benchmark speed --rounds 2 --no-bare --output "benchmark/published/results/speed/border-$1.csv" "${@:2}"; }
-one="$clipped --no-cuda --no-compile --num-envs 8 --num-steps 512 --num-minibatches 4 --update-epochs 4 --env-id benchmark.published.sleeper:Sleeper-v0"
-speed sleep --warmup-steps 4096 --steps 8192 --command "4_workers=$one --env-workers 4" \
-  --command "one_process=$one" --command "2_workers=$one --env-workers 2" --command "8_workers=$one --env-workers 8"
-for env_id in HalfCheetah-v4 Humanoid-v4; do
-  one="$clipped --no-cuda --no-compile $large --env-id"
-  speed $env_id --no-sb3 --warmup-steps 8192 --steps 32768 --command "2_workers=$one $env_id --env-workers 2" \
-    --command "one_process=$one $env_id" --command "EnvPool_1=$one envpool:$env_id --env-workers 1" \
-    --command "EnvPool_2=$one envpool:$env_id --env-workers 2"
-done
+# whole training
+python -m benchmark.published.studies.border_training

@@ -539,6 +539,43 @@ def gpu_warp() -> str:
     return table(f"task, environments | {header}", list(rows.values()))
 
 
+def pace(rows: list[dict]) -> tuple[float, str]:
+    """Median steps per second over rounds; the same with its range."""
+    rates = sorted(row["steps"] / row["seconds"] for row in rows)
+    middle = median(rates)
+    return middle, f"{middle:,.0f} ({rates[0]:,.0f} to {rates[-1]:,.0f})"
+
+
+def engine_name(engine: str, workers: str) -> str:
+    """An engine of the border in words."""
+    kinds = {"ours": "workers", "EnvPool": "EnvPool, threads", "envpool": "EnvPool, threads"}
+    if engine == "ours" and workers == "0":
+        return "one process"
+    return f"{kinds.get(engine, f'{engine}, processes')}: {workers}"
+
+
+def border(name: str) -> str:
+    """Each way to step environments: steps per second, and over those of one process. `border` has
+    environments alone, with random actions, `border_training` whole trainings."""
+    grouped = {}
+    for row in data.read_csv(SPEED / f"{name}.csv"):
+        engine, workers = row["engine"], row.get("workers")
+        if workers is None:  # "envpool 2", or our workers
+            kind, _, workers = str(engine).rpartition(" ")
+            engine = kind or "ours"
+        number_of_envs = row.get("num_envs", 8 if row["environment"] == "sleep" else 64)
+        key = row["environment"], number_of_envs, engine, str(workers)
+        grouped.setdefault(key, []).append(row)
+    rows = []
+    for (environment, num_envs, engine, workers), found in grouped.items():
+        first, _ = pace(grouped[environment, num_envs, "ours", "0"])
+        rate, text = pace(found)
+        cells = environment, num_envs, engine_name(engine, workers), len(found), text
+        rows.append([*cells, f"{rate / first:.2f}"])
+    header = "environment | N | stepped by | rounds | steps per second | to one process"
+    return table(header, rows)
+
+
 BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
@@ -547,6 +584,7 @@ BLOCKS = {
         gpu_atari, gpu_games, gpu_overlap, gpu_warp,
     )
 }  # fmt: skip
+BLOCKS |= {name.replace("_", "-"): partial(border, name) for name in ("border", "border_training")}
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
 BLOCKS |= {f"growth-{flag}": partial(growth, flag) for flag in ("num-envs", "num-minibatches")}
 BLOCKS["all-speeds"] = partial(speeds, None, None)
