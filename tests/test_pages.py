@@ -529,7 +529,7 @@ def test_the_commands(place):
     assert (saved["status"], saved["args"]["total_timesteps"]) == ("finished", 2048)
     before = content(place / "runs")
     said = typed(played, "--eval-episodes 2").stdout
-    found = [float(x) for x in re.findall(r"episodic_return=(\S+)", said)]
+    found = [float(x) for x in re.findall(r"eval_episode=\d+, episodic_return=(\S+)", said)]
     returns = play(ppo_continuous_action, "runs/reach", "my_envs:Reach-v0", 2)
     assert found == pytest.approx(returns, abs=0.006)
     assert content(place / "runs") == before
