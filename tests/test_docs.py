@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import re
+import tomllib
 
 import numpy as np
 import pytest
@@ -172,3 +173,13 @@ def test_coadys_tables_by_hand():
     assert row[1:4] == [", ".join(firsts), "1,966", "20,785"]
     row = cells("coady-best", "HalfCheetah-v4")
     assert row[1:3] + row[-1:] == [", ".join(highest), "5,363", "3,000"]
+
+
+def test_every_extra_that_a_page_installs_exists():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = "".join(page.read_text() for page in docs.PAGES)
+    named = {
+        name for found in re.findall(r"-e '\.\[([\w,-]+)\]'", text) for name in found.split(",")
+    }
+    assert named >= {"benchmark", "dev", "envpool"}
+    assert named <= project["optional-dependencies"].keys()
