@@ -176,7 +176,7 @@ def test_coadys_tables_by_hand():
 
 
 def test_every_extra_that_a_page_installs_exists():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((docs.ROOT / "pyproject.toml").read_text())["project"]
     text = "".join(page.read_text() for page in docs.PAGES)
     named = {
         name for found in re.findall(r"-e '\.\[([\w,-]+)\]'", text) for name in found.split(",")
