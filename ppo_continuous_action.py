@@ -277,7 +277,8 @@ class Envs:
             self.over[i] = terminated or truncated
         except ValueError:  # several numbers
             what = f"{self.args.env_id}: {reward=}, {terminated=}, {truncated=}"
-            raise ValueError(f"{what}: one of each is wanted (weigh several rewards)") from None
+            hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
+            raise ValueError(f"{what}: {hint}") from None
         self.obs[i] = np.asarray(obs).reshape(self.observation_space.shape)
         self.actions[i].append(action)
         self.rewards[i].append(number)

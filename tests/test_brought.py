@@ -142,7 +142,7 @@ def test_a_resumed_run_has_the_environments_it_began_with(script, module, tmp_pa
     ("name", "says"),
     [
         ("Told", "observations are no vector (MiniGrid: a Flat wrapper)"),
-        ("Silent", "AssertionError(): assert options =="),
+        ("Silent", "AssertionError()"),
     ],
 )
 def test_what_can_not_be_trained_is_one_line(script, name, says, module, tmp_path, capfd):
@@ -152,6 +152,7 @@ def test_what_can_not_be_trained_is_one_line(script, name, says, module, tmp_pat
     assert end.value.code == 2
     err = capfd.readouterr().err
     assert says in err
+    assert name == "Told" or "careless.py, line" in err
     assert err.count("\n") == 1
     assert not (tmp_path / "run").exists()
 

@@ -39,7 +39,8 @@ class Cue(gym.Env):
 
 def without_velocities(env_id: str, **options) -> gym.Env:
     env = gym.make(env_id, **options)
-    space, kept = env.observation_space, SEEN[env_id]
+    space = env.observation_space
+    kept = SEEN[env_id]
     box = gym.spaces.Box(space.low[kept], space.high[kept], dtype=space.dtype)
     return gym.wrappers.TransformObservation(env, lambda obs: obs[kept], box)
 
