@@ -559,7 +559,8 @@ def border(name: str) -> str:
     environments alone, with random actions, `border_training` whole trainings."""
     grouped = {}
     for row in data.read_csv(SPEED / f"{name}.csv"):
-        engine, workers = row["engine"], row.get("workers")
+        engine = row["engine"]
+        workers = row.get("workers")
         if workers is None:  # "envpool 2", or our workers
             kind, _, workers = str(engine).rpartition(" ")
             engine = kind or "ours"
