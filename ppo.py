@@ -121,14 +121,16 @@ def check(args, low: dict, high: dict):
     """ValueError for a value of another type than its field's, for a number out of bounds (by
     default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
     for name, hint in get_type_hints(type(args)).items():
-        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        flag = f"--{name.replace('_', '-')}"
+        value = getattr(args, name)
         kinds = get_args(hint) or (hint,)  # types or, of a Literal, its values
         types = tuple(kind for kind in kinds if isinstance(kind, type))
         whole = float in kinds and isinstance(value, int)
         if not (isinstance(value, types) or value in kinds or whole):
             raise ValueError(f"{flag} {value!r}: not of type {hint}")
         if type(value) in (int, float):
-            least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
+            least = low.get(name, 0 if float in kinds else 1)
+            most = high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
@@ -242,7 +244,9 @@ class Envs:
     """
 
     def __init__(self, envs: list[gym.Env], args: Args, numbers=(0,), played=None):
-        self.envs, self.args, self.numbers = envs, args, list(numbers)
+        self.envs = envs
+        self.args = args
+        self.numbers = list(numbers)
         self.observation_space = envs[0].observation_space
         self.action_space = envs[0].action_space
         self.episodes = [-1] * len(envs)  # how many each environment has ended
@@ -251,7 +255,8 @@ class Envs:
         self.over = np.zeros(len(envs), bool)  # [N], the last step ended an episode
         self.space = envs[0].unwrapped.observation_space  # perhaps a Dict, which comes flattened
         choices = branches(self.action_space)
-        self.num_choices, self.starts = sum(choices), np.cumsum([0, *choices[:-1]])
+        self.num_choices = sum(choices)
+        self.starts = np.cumsum([0, *choices[:-1]])
         self.ended = []  # (environment, return, length) of each episode that the last step ended
         for i, (episode, _) in enumerate(played or ()):
             self.episodes[i] = episode - 1
@@ -265,7 +270,8 @@ class Envs:
     def reset(self, i: int) -> np.ndarray:
         """Begin the next episode of an environment; its first observation [D]."""
         self.episodes[i] += 1
-        self.actions[i], self.rewards[i] = [], []
+        self.actions[i] = []
+        self.rewards[i] = []
         self.over[i] = False
         seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
         seed_others(seed)
@@ -423,7 +429,8 @@ class PoolEnvs:
         seeds = [episode_seed(args.seed, i, start) % 2**31 for i in range(num_envs)]
         threads = min(max(args.env_workers, 1), num_envs)
         options = {"env_type": "gymnasium", "num_envs": num_envs, "num_threads": threads}
-        name, near = args.env_id.removeprefix("envpool:"), []
+        name = args.env_id.removeprefix("envpool:")
+        near = []
         try:
             import envpool
 
@@ -485,7 +492,8 @@ def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
     """Environments of the kind that the arguments name, as the checkpoint left them."""
     checkpoint = checkpoint or {"played": [], "counters": (0, 0, 0.0, 0)}
     if args.env_id.startswith("envpool:"):
-        return PoolEnvs(args, num_envs, start=checkpoint["counters"][1])
+        _, iteration, *_ = checkpoint["counters"]
+        return PoolEnvs(args, num_envs, start=iteration)
     played = checkpoint["played"]
     if played and len(played) != num_envs:
         fail(f"{args.resume}: its checkpoint has no running episodes of {num_envs} environments")
@@ -534,9 +542,11 @@ class Agent(nn.Module):
 
     def __init__(self, env, args: Args | None = None):
         super().__init__()
-        args, space = args or Args(), env.action_space
+        args = args or Args()
+        space = env.action_space
         (self.dim,) = env.observation_space.shape
-        self.space, self.choices = space, branches(space)
+        self.space = space
+        self.choices = branches(space)
         self.critic = mlp(self.dim, 1, gain=1.0)  # two networks (detail 13)
         self.actor = mlp(self.dim, sum(self.choices), gain=0.01)
         self.rng = np.random.default_rng(args.seed)  # of actions and minibatches
@@ -577,7 +587,8 @@ class Agent(nn.Module):
 
     def numpy_actor(self):
         """`act` by the policy as it is now, on rows [N, D] and [N, branches], counted from 0."""
-        scores, starts = self.numpy_scores(), np.cumsum([0, *self.choices[:-1]])
+        scores = self.numpy_scores()
+        starts = np.cumsum([0, *self.choices[:-1]])
 
         def act(obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
             x = scores(obs) if noise is None else scores(obs) + noise
@@ -606,7 +617,8 @@ def check_actor(agent: Agent, obs: np.ndarray, actions: np.ndarray):
     parts = scores.split(agent.choices, dim=-1)
     choices = zip(parts, actions.split(1, dim=-1), strict=True)
     logprob = sum(part.log_softmax(-1).gather(-1, choice).squeeze(-1) for part, choice in choices)
-    if ((logprob - agent(obs, actions)[1]).abs() > 0.01 * (1.0 + logprob.abs())).any():
+    _, learned, *_ = agent(obs, actions)
+    if ((logprob - learned).abs() > 0.01 * (1.0 + logprob.abs())).any():
         raise RuntimeError("numpy_scores acts by another policy than get_action_and_value learns")
 
 
@@ -684,7 +696,8 @@ def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
 def check_views(agent: Agent):
     """RuntimeError if the parameters that learn are not those of the vector any more: some were
     frozen, thawed or replaced after `flat_adam`, and the optimizer would not follow."""
-    place, vector = 0, agent.adam["parameters"]
+    place = 0
+    vector = agent.adam["parameters"]
     for name, p in agent.named_parameters():
         inside = p.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
         if inside != p.requires_grad or (inside and p.storage_offset() != place):
@@ -721,11 +734,11 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
     obs = torch.as_tensor(data.obs, device=device)
     actions = torch.as_tensor(data.actions, device=device)
     values = agent.get_value(obs).detach()  # [T + 1, N]
-    logprobs = agent(obs[:-1], actions)[1].detach()
+    _, logprobs, *_ = agent(obs[:-1], actions)
     numbers = data.rewards, values.cpu().double().numpy(), data.terminated, data.truncated
     advantages = torch.tensor(gae(*numbers, args.gamma, args.gae_lambda)).to(values)  # detail 5
     returns = advantages + values[:-1]
-    fields = obs[:-1], actions, logprobs, advantages, returns, values[:-1]
+    fields = obs[:-1], actions, logprobs.detach(), advantages, returns, values[:-1]
     batch = Batch(*[x.flatten(0, 1) for x in fields])  # [B, ...], B = T * N
 
     rows = np.flatnonzero(data.valid)  # what is learned from
@@ -745,7 +758,8 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
             break
     means = torch.stack(steps).mean(dim=0).tolist()
     metrics = {f"losses/{name}": mean for name, mean in zip(names, means, strict=True)}
-    error, scale = batch.advantages[rows].var(), batch.returns[rows].var()  # of R - V and R
+    error = batch.advantages[rows].var()  # of R - V
+    scale = batch.returns[rows].var()  # of R
     metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
     return metrics
 
@@ -753,14 +767,16 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
 # --- rollout --------------------------------------------------------------------------------------
 def rollout(agent: Agent, envs: Envs | WorkerEnvs | PoolEnvs, run: "Run", args: Args) -> Rollout:
     """Take `num_steps` steps in every environment, from where the last ones stopped (detail 1)."""
-    T, N = args.num_steps, args.num_envs
+    T = args.num_steps
+    N = args.num_envs
     obs = np.zeros((T + 1, *envs.obs.shape), np.float32)
     actions = np.zeros((T, N, len(agent.choices)), int)
     rewards = np.zeros((T, N))
     terminated = np.zeros((T, N), bool)
     truncated = np.zeros((T, N), bool)
     over = np.zeros((T, N), bool)  # rows after an episode's end
-    noise, act = agent.noise(T, N), agent.numpy_actor()
+    noise = agent.noise(T, N)
+    act = agent.numpy_actor()
     for t in range(T):
         obs[t] = envs.obs
         over[t] = envs.over
@@ -897,7 +913,8 @@ def save(run: Run, agent: Agent, envs):
 
 def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
-    content, path = {}, Path(folder) / "checkpoint.pt"
+    content = {}
+    path = Path(folder) / "checkpoint.pt"
     try:
         if not path.is_file():  # a pipe would be waited for
             raise FileNotFoundError(path.name)
@@ -1108,7 +1125,8 @@ def train(args: Args) -> Path:
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
     """Say how to go on or to play; play and record, if that is wanted."""
-    script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
+    script = f"python {shlex.quote(sys.argv[0])}"
+    folder = shlex.quote(str(run.folder))
     if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
         folder += f" --env-id {run.args.env_id}"
     if run.status == "running":

@@ -113,12 +113,14 @@ def check(args, low: dict, high: dict):
     """ValueError for a value of another type than its field's, for a number out of bounds (by
     default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
     for name, hint in get_type_hints(type(args)).items():
-        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        flag = f"--{name.replace('_', '-')}"
+        value = getattr(args, name)
         kinds = get_args(hint) or (hint,)
         if not isinstance(value, kinds) and not (float in kinds and isinstance(value, int)):
             raise ValueError(f"{flag} {value!r}: not of type {hint}")
         if type(value) in (int, float):
-            least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
+            least = low.get(name, 0 if float in kinds else 1)
+            most = high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
@@ -266,7 +268,8 @@ class Agent(nn.Module):
         state after them. It is cleared before an episode's first row (LSTM detail 3). Rows between
         two such, of any environments, take one call of the LSTM: one call a row is slow."""
         rows = self.hidden(obs).view(-1, state.shape[1], 512)  # [T, N, 512]
-        first, outputs = first.view(len(rows), -1), []
+        first = first.view(len(rows), -1)
+        outputs = []
         keep = (~first).to(state).unsqueeze(-1)  # [T, N, 1]
         starts = (first[1:].any(dim=1).nonzero().flatten() + 1).tolist()
         for begin, end in pairwise([0, *starts, len(rows)]):
@@ -295,7 +298,8 @@ class Agent(nn.Module):
     def act(self, obs: np.ndarray, noise: np.ndarray | None = None, *, state) -> np.ndarray:
         """Greedy actions [N] at bytes [N, 1, 84, 84] or, given Gumbel noise [N, A], samples. The
         state becomes the one after; set state[:, i] = 0 before an episode's first observation."""
-        obs, first = torch.as_tensor(obs, device=state.device), torch.zeros(len(obs), dtype=bool)
+        first = torch.zeros(len(obs), dtype=bool)
+        obs = torch.as_tensor(obs, device=state.device)
         policy, _, state[:] = self.policy(obs, state, first)
         return (policy.cpu().numpy() + np.float32(0 if noise is None else noise)).argmax(axis=-1)
 
@@ -415,14 +419,18 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
 def rollout(agent: Agent, envs: Envs, state: torch.Tensor, run: "Run", args: Args):
     """Take `num_steps` steps in every environment, going on where the last rollout stopped
     (detail 1), with the LSTM's state there: a Rollout, and the state where this one stopped."""
-    T, N, device = args.num_steps, args.num_envs, state.device
+    T = args.num_steps
+    N = args.num_envs
+    device = state.device
     obs = torch.empty((T, *envs.obs.shape), dtype=torch.uint8, device=device)
     first = torch.zeros((T, N), dtype=bool)
     rewards = np.zeros((T, N))
     terminated = np.zeros((T, N), bool)
     truncated = np.zeros((T, N), bool)
     over = np.zeros((T, N), bool)  # rows after an episode's end
-    logprobs, actions, values = [], [], []
+    logprobs = []
+    actions = []
+    values = []
     before = state
     # Gumbel noise, whose argmax is a sample of the policy
     rng = np.random.default_rng((args.seed, run.iteration, 0))
@@ -569,7 +577,8 @@ def save(run: Run, agent: Agent):
 
 def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
-    content, path = {}, Path(folder) / "checkpoint.pt"
+    content = {}
+    path = Path(folder) / "checkpoint.pt"
     try:
         if not path.is_file():  # a pipe would be waited for
             raise FileNotFoundError(path.name)
@@ -632,14 +641,16 @@ def evaluate(args: Args) -> list[float]:
 
 def play(args: Args, name: str) -> list[float]:
     """Returns of `eval_episodes` episodes, printed under this name; those of "drawn" are drawn."""
-    played, videos = replace(args, seed=episode_seed(args.seed, 2**31)), args.evaluate / "videos"
+    played = replace(args, seed=episode_seed(args.seed, 2**31))
+    videos = args.evaluate / "videos"
     if args.capture_video:
         refuse_links(args.evaluate)
         envs = drawn_envs(played)
         print(f"videos: {videos}")
     else:
         envs = Envs(played, slice(0, 1))
-    returns, frames = [], []
+    returns = []
+    frames = []
     steps = 0  # of the game so far
     with contextlib.closing(envs):
         agent, _ = load(args.evaluate, envs)
@@ -768,7 +779,8 @@ def train(args: Args) -> Path:
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
     """Say how to go on or to play; play and record, if that is wanted."""
-    script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
+    script = f"python {shlex.quote(sys.argv[0])}"
+    folder = shlex.quote(str(run.folder))
     if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
         folder += f" --env-id {run.args.env_id}"
     if run.status == "running":

@@ -128,7 +128,8 @@ class Args:
 
 def fits(value, hint) -> bool:
     """Whether a value is of a field's type, such as `list[int]` or `Path | None`."""
-    kind, parts = get_origin(hint), get_args(hint)
+    kind = get_origin(hint)
+    parts = get_args(hint)
     if kind is Literal:
         return value in parts
     if kind in (list, tuple):
@@ -142,12 +143,14 @@ def check(args, low: dict, high: dict):
     """ValueError for a value of another type than its field's, for a number out of bounds (by
     default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
     for name, hint in get_type_hints(type(args)).items():
-        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        flag = f"--{name.replace('_', '-')}"
+        value = getattr(args, name)
         if not fits(value, hint):
             raise ValueError(f"{flag} {value!r}: not of type {hint}")
         if type(value) in (int, float):
             fraction = float in (hint, *get_args(hint))
-            least, most = low.get(name, 0 if fraction else 1), high.get(name, 1e18)
+            least = low.get(name, 0 if fraction else 1)
+            most = high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
@@ -378,7 +381,8 @@ def ppo_loss(agent: Agent, batch: Batch, moments: torch.Tensor, args: Args):
     entropy = mean(entropy)  # a bonus on it encourages exploration (detail 10)
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
-    old_approx_kl, approx_kl = -mean(logratio), mean(ratio - 1.0 - logratio)
+    old_approx_kl = -mean(logratio)
+    approx_kl = mean(ratio - 1.0 - logratio)
     clipfrac = mean(((ratio - 1.0).abs() > args.clip_coef).float())
     return loss, (value_loss, policy_loss, entropy, old_approx_kl, approx_kl, clipfrac)
 
@@ -399,7 +403,8 @@ def flat_adam(agent: Agent) -> torch.optim.Adam:
 def check_views(agent: Agent):
     """RuntimeError if the parameters that learn are not those of the vector any more: some were
     frozen, thawed or replaced after `flat_adam`, and the optimizer would not follow."""
-    place, vector = 0, agent.vector
+    place = 0
+    vector = agent.vector
     for name, p in agent.named_parameters():
         inside = p.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
         if inside != p.requires_grad or (inside and p.storage_offset() != place):
@@ -428,7 +433,8 @@ def minibatch_rows(iteration: int, which: slice, args: Args, device="cpu") -> li
 def advantage_moments(batch: Batch, rows: list[torch.Tensor]) -> torch.Tensor:
     """Mean and deviation of the advantages in each minibatch, and their number, over all processes:
     [minibatches, 3]."""
-    x, w = batch.advantages.double(), batch.weights.double()
+    x = batch.advantages.double()
+    w = batch.weights.double()
     sums = torch.stack([torch.stack([w[i].sum(), (w * x)[i].sum()]) for i in rows])
     count, total = world_sum(sums).unbind(-1)
     mean = total / count.clamp(min=1.0)
@@ -482,7 +488,9 @@ def update(agent, data: Rollout, iteration: int, rate: float, args: Args, gradie
 # --- rollout --------------------------------------------------------------------------------------
 def start(agent: Agent, envs: Envs, args: Args) -> tuple[dict, Rollout]:
     """What acting reads, and a rollout to be filled; a CUDA graph wants both to stay in place."""
-    T, N, device = args.num_steps, len(envs.obs), agent.vector.device
+    T = args.num_steps
+    N = len(envs.obs)
+    device = agent.vector.device
     at = {
         "obs": torch.as_tensor(envs.obs, device=device).clone(),  # [N, 4, 84, 84], bytes
         "noise": torch.zeros((T, N, len(agent.actor.bias)), device=device),
@@ -681,7 +689,8 @@ def save(run: Run, agent: Agent):
 
 def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
-    content, path = {}, Path(folder) / "checkpoint.pt"
+    content = {}
+    path = Path(folder) / "checkpoint.pt"
     try:
         if not path.is_file():  # a pipe would be waited for
             raise FileNotFoundError(path.name)
@@ -744,14 +753,16 @@ def evaluate(args: Args) -> list[float]:
 
 def play(args: Args, name: str) -> list[float]:
     """Returns of `eval_episodes` episodes, printed under this name; those of "drawn" are drawn."""
-    played, videos = replace(args, seed=episode_seed(args.seed, 2**31)), args.evaluate / "videos"
+    played = replace(args, seed=episode_seed(args.seed, 2**31))
+    videos = args.evaluate / "videos"
     if args.capture_video:
         refuse_links(args.evaluate)
         envs = drawn_envs(played)
         print(f"videos: {videos}")
     else:
         envs = Envs(played, slice(0, 1))
-    returns, frames = [], []
+    returns = []
+    frames = []
     with contextlib.closing(envs):
         agent, _ = load(args.evaluate, envs)
         rng = np.random.default_rng(played.seed)
@@ -785,7 +796,8 @@ def join(args: Args | None) -> tuple[Args, torch.device, int]:
         store, args = meet(args)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this node, this one included
-    device, backend = torch.device("cpu"), "gloo"
+    device = torch.device("cpu")
+    backend = "gloo"
     if args.cuda and torch.cuda.is_available():
         ids = args.device_ids or list(range(torch.cuda.device_count()))
         device = torch.device("cuda", ids[int(os.environ.get("LOCAL_RANK", 0)) % len(ids)])
@@ -843,12 +855,14 @@ def compile_grad(agent: Agent, args: Args):
         return minibatch_grad
     agent.policy = torch.compile(agent.policy, fullgraph=True)
     compiled = torch.compile(minibatch_grad, fullgraph=True, options=options)
-    seen, given = None, None
+    seen = None
+    given = None
 
     def gradient(agent: Agent, minibatch: Batch, moments: torch.Tensor, args: Args):
         nonlocal seen, given
         if seen != vars(args):
-            seen, given = dict(vars(args)), followed(args, moments.device)
+            seen = dict(vars(args))
+            given = followed(args, moments.device)
         return compiled(agent, minibatch, moments, given)
 
     return gradient
@@ -860,7 +874,9 @@ class Recorded:
     they were: it is recorded again when one of Args has changed."""
 
     def __init__(self, function):
-        self.function, self.calls, self.numbers = function, 0, None
+        self.function = function
+        self.calls = 0
+        self.numbers = None
 
     def __call__(self, *given):
         self.calls += 1
@@ -985,7 +1001,8 @@ def train(args: Args | None) -> Path | None:
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path | None:
     """Say how to go on or to play; play and record, if that is wanted."""
-    script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
+    script = f"python {shlex.quote(sys.argv[0])}"
+    folder = shlex.quote(str(run.folder))
     if run.status == "running":
         if RANK == 0:
             print(f"go on with: {script} --resume {folder}")

@@ -124,14 +124,16 @@ def check(args, low: dict, high: dict):
     """ValueError for a value of another type than its field's, for a number out of bounds (by
     default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
     for name, hint in get_type_hints(type(args)).items():
-        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        flag = f"--{name.replace('_', '-')}"
+        value = getattr(args, name)
         kinds = get_args(hint) or (hint,)  # types or, of a Literal, its values
         types = tuple(kind for kind in kinds if isinstance(kind, type))
         whole = float in kinds and isinstance(value, int)
         if not (isinstance(value, types) or value in kinds or whole):
             raise ValueError(f"{flag} {value!r}: not of type {hint}")
         if type(value) in (int, float):
-            least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
+            least = low.get(name, 0 if float in kinds else 1)
+            most = high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
@@ -249,7 +251,9 @@ class Envs:
     """
 
     def __init__(self, envs: list[gym.Env], args: Args, numbers=(0,), played=None):
-        self.envs, self.args, self.numbers = envs, args, list(numbers)
+        self.envs = envs
+        self.args = args
+        self.numbers = list(numbers)
         self.observation_space = envs[0].observation_space
         self.action_space = envs[0].action_space
         self.episodes = [episode for episode, _ in played or [(-1, ())] * len(envs)]
@@ -263,7 +267,8 @@ class Envs:
         """Begin the next episode of an environment."""
         self.episodes[i] += 1
         self.rewards[i] = []
-        self.over[i], self.lengths[i] = False, 0
+        self.over[i] = False
+        self.lengths[i] = 0
         seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
         seed_others(seed)
         obs, _ = self.envs[i].reset(seed=seed)
@@ -580,7 +585,8 @@ class Agent(nn.Module):
             def policy(obs: np.ndarray):
                 return [np.tile(x, (len(obs), 1)) for x in initial]
 
-        low, high = self.low.cpu().numpy(), self.high.cpu().numpy()
+        low = self.low.cpu().numpy()
+        high = self.high.cpu().numpy()
 
         def act(obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
             mean, std = policy(obs)
@@ -609,7 +615,8 @@ class Agent(nn.Module):
     def update_with_memorized(self) -> dict[str, float]:
         """Learn from the finished episodes, at least one, and forget them; returns the metrics. An
         episode still running stays, and counts in the update after its end."""
-        episodes, self.memory = self.memory, []
+        episodes = self.memory
+        self.memory = []
         transitions = [transition for episode in episodes for transition in episode]
         obs, actions, rewards = map(np.array, zip(*transitions, strict=True))
         metrics = {"charts/mean_episodic_return": rewards.sum() / len(episodes)}
@@ -802,7 +809,9 @@ def update(agent: Agent, obs, actions, rewards, lengths) -> dict[str, float]:
 
     # then the mean, from this iteration, with the variance just learned; or else mean and variance
     def policy_loss(i: torch.Tensor) -> torch.Tensor:
-        a, advantage, mean = actions[i], advantages[i], agent.mean(obs[i])
+        a = actions[i]
+        advantage = advantages[i]
+        mean = agent.mean(obs[i])
         if agent.cma:
             return mean_loss(a, advantage, mean, logvar[i], mean_old[i], args.mode == "ppo-cma-m")
         policy = mean, agent.logvar(obs[i])
@@ -967,7 +976,8 @@ def save(run: Run, agent: Agent, envs):
 
 def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
-    content, path = {}, Path(folder) / "checkpoint.pt"
+    content = {}
+    path = Path(folder) / "checkpoint.pt"
     try:
         if not path.is_file():  # a pipe would be waited for
             raise FileNotFoundError(path.name)
@@ -1141,7 +1151,8 @@ def train(args: Args) -> Path:
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
     """Say how to go on or to play; play and record, if that is wanted."""
-    script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
+    script = f"python {shlex.quote(sys.argv[0])}"
+    folder = shlex.quote(str(run.folder))
     if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
         folder += f" --env-id {run.args.env_id}"
     if run.status == "running":

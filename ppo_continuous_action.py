@@ -124,14 +124,16 @@ def check(args, low: dict, high: dict):
     """ValueError for a value of another type than its field's, for a number out of bounds (by
     default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
     for name, hint in get_type_hints(type(args)).items():
-        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        flag = f"--{name.replace('_', '-')}"
+        value = getattr(args, name)
         kinds = get_args(hint) or (hint,)  # types or, of a Literal, its values
         types = tuple(kind for kind in kinds if isinstance(kind, type))
         whole = float in kinds and isinstance(value, int)
         if not (isinstance(value, types) or value in kinds or whole):
             raise ValueError(f"{flag} {value!r}: not of type {hint}")
         if type(value) in (int, float):
-            least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
+            least = low.get(name, 0 if float in kinds else 1)
+            most = high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
@@ -241,7 +243,9 @@ class Envs:
     """
 
     def __init__(self, envs: list[gym.Env], args: Args, numbers=(0,), played=None):
-        self.envs, self.args, self.numbers = envs, args, list(numbers)
+        self.envs = envs
+        self.args = args
+        self.numbers = list(numbers)
         self.observation_space = envs[0].observation_space
         self.action_space = envs[0].action_space
         self.episodes = [-1] * len(envs)  # how many each environment has ended
@@ -262,8 +266,10 @@ class Envs:
     def reset(self, i: int) -> np.ndarray:
         """Begin the next episode of an environment; its first observation [D]."""
         self.episodes[i] += 1
-        self.actions[i], self.rewards[i] = [], []
-        self.over[i], self.discounted[i] = False, 0.0
+        self.actions[i] = []
+        self.rewards[i] = []
+        self.over[i] = False
+        self.discounted[i] = 0.0
         seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
         seed_others(seed)
         obs, _ = self.envs[i].reset(seed=seed)
@@ -407,7 +413,8 @@ class PoolEnvs:
         seeds = [episode_seed(args.seed, i, start) % 2**31 for i in range(num_envs)]
         threads = min(max(args.env_workers, 1), num_envs)
         options = {"env_type": "gymnasium", "num_envs": num_envs, "num_threads": threads}
-        name, near = args.env_id.removeprefix("envpool:"), []
+        name = args.env_id.removeprefix("envpool:")
+        near = []
         try:
             import envpool
 
@@ -472,7 +479,8 @@ def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
     """Environments of the kind that the arguments name, as the checkpoint left them."""
     checkpoint = checkpoint or {"played": [], "counters": (0, 0, 0.0, 0)}
     if args.env_id.startswith("envpool:"):
-        return PoolEnvs(args, num_envs, start=checkpoint["counters"][1])
+        _, iteration, *_ = checkpoint["counters"]
+        return PoolEnvs(args, num_envs, start=iteration)
     played = checkpoint["played"]
     if played and len(played) != num_envs:
         fail(f"{args.resume}: its checkpoint has no running episodes of {num_envs} environments")
@@ -495,7 +503,8 @@ class RunningMoments(nn.Module):
         """Take in a batch [B, *shape]."""
         for start in range(0, len(x), 4096):
             part = torch.as_tensor(x[start : start + 4096], device=self.mean.device).double()
-            total, mean = self.count + len(part), part.mean(dim=0)
+            total = self.count + len(part)
+            mean = part.mean(dim=0)
             delta = mean - self.mean
             squares = self.var * self.count + (part - mean).square().sum(dim=0)
             self.var.copy_((squares + delta.square() * self.count * len(part) / total) / total)
@@ -542,7 +551,8 @@ class Agent(nn.Module):
 
     def __init__(self, env, args: Args | None = None):
         super().__init__()
-        args, space = args or Args(), env.action_space
+        args = args or Args()
+        space = env.action_space
         (self.dim,) = env.observation_space.shape
         self.action_shape = space.shape
         outputs = math.prod(space.shape)
@@ -553,7 +563,8 @@ class Agent(nn.Module):
         low = torch.tensor(space.low).float().ravel()
         high = torch.tensor(space.high).float().ravel()
         if not (args.scale_actions and (high - low).isfinite().all()):
-            low, high = -torch.ones(outputs), torch.ones(outputs)
+            low = -torch.ones(outputs)
+            high = torch.ones(outputs)
         self.register_buffer("origin", (low + high) / 2)
         self.register_buffer("unit", torch.where(high > low, (high - low) / 2, 1.0))
         self.obs_moments = RunningMoments((self.dim,))
@@ -573,7 +584,8 @@ class Agent(nn.Module):
         """Action [B, A] (sampled unless given), its log-probability [B], entropy [B] and value [B]:
         independent components, whose numbers add up (continuous details 1, 3)."""
         features = self.normalize(obs)
-        mean, logstd = self.actor_mean(features), self.actor_logstd
+        mean = self.actor_mean(features)
+        logstd = self.actor_logstd
         if action is None:
             action = self.origin + self.unit * (mean + logstd.exp() * torch.randn_like(mean))
         z = ((action - self.origin) / self.unit - mean) * torch.exp(-logstd)
@@ -615,7 +627,8 @@ def check_actor(agent: Agent, act, obs: np.ndarray, noise: np.ndarray):
     log pi(mean) - log pi(mean + std * noise) = |noise|^2 / 2, whatever its mean and deviation."""
     actions = np.concatenate([act(obs), act(obs, noise)])
     given = (torch.as_tensor(x, device=agent.unit.device) for x in (np.tile(obs, (2, 1)), actions))
-    mean, sample = agent(*given)[1].cpu().numpy().reshape(2, -1)
+    _, logprobs, *_ = agent(*given)
+    mean, sample = logprobs.cpu().numpy().reshape(2, -1)
     expected = 0.5 * np.square(noise).sum(axis=-1)
     if (np.abs(mean - sample - expected) > 0.01 * (1.0 + expected)).any():
         raise RuntimeError("numpy_actor acts by another policy than get_action_and_value learns")
@@ -676,7 +689,8 @@ def ppo_loss(agent, args: Args, batch: Batch):
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
     if args.rpo_alpha:  # of the policy without noise
-        logratio = agent(batch.obs, batch.actions)[1] - batch.logprobs
+        _, logprob, *_ = agent(batch.obs, batch.actions)
+        logratio = logprob - batch.logprobs
         ratio = logratio.exp()
     metrics = {"value_loss": value_loss, "policy_loss": policy_loss, "entropy": entropy}
     metrics |= {"old_approx_kl": -logratio.mean(), "approx_kl": (ratio - 1.0 - logratio).mean()}
@@ -699,7 +713,8 @@ def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
 def check_views(agent: Agent):
     """RuntimeError if the parameters that learn are not those of the vector any more: some were
     frozen, thawed or replaced after `flat_adam`, and the optimizer would not follow."""
-    place, vector = 0, agent.adam["parameters"]
+    place = 0
+    vector = agent.adam["parameters"]
     for name, p in agent.named_parameters():
         inside = p.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
         if inside != p.requires_grad or (inside and p.storage_offset() != place):
@@ -740,12 +755,12 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
     obs = torch.as_tensor(data.obs, device=device)
     actions = torch.as_tensor(data.actions, device=device)
     values = agent.get_value(obs).detach()  # [T + 1, N]
-    logprobs = agent(obs[:-1], actions)[1].detach()
+    _, logprobs, *_ = agent(obs[:-1], actions)
     numbers = data.rewards, values.cpu().double().numpy(), data.terminated, data.truncated
     advantages = torch.tensor(gae(*numbers, args.gamma, args.gae_lambda)).to(values)  # detail 5
     returns = advantages + values[:-1]
     noise = torch.zeros_like(returns)[..., None]
-    fields = obs[:-1], actions, logprobs, advantages, returns, values[:-1], noise
+    fields = obs[:-1], actions, logprobs.detach(), advantages, returns, values[:-1], noise
     batch = Batch(*[x.flatten(0, 1) for x in fields])  # [B, ...], B = T * N
 
     rows = np.flatnonzero(data.valid)  # what is learned from
@@ -770,7 +785,8 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
         agent.obs_moments.update(seen)
     means = torch.stack(steps).mean(dim=0).tolist()
     metrics = {f"losses/{name}": mean for name, mean in zip(names, means, strict=True)}
-    error, scale = batch.advantages[rows].var(), batch.returns[rows].var()  # of R - V and R
+    error = batch.advantages[rows].var()  # of R - V
+    scale = batch.returns[rows].var()  # of R
     metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
     metrics["charts/policy_std"] = (agent.actor_logstd.exp() * agent.unit).mean().item()
     return metrics
@@ -779,7 +795,8 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
 # --- rollout --------------------------------------------------------------------------------------
 def rollout(agent: Agent, envs: Envs | WorkerEnvs | PoolEnvs, run: "Run", args: Args) -> Rollout:
     """Take `num_steps` steps in every environment, from where the last ones stopped (detail 1)."""
-    T, N = args.num_steps, args.num_envs
+    T = args.num_steps
+    N = args.num_envs
     obs = np.zeros((T + 1, *envs.obs.shape), np.float32)
     actions = np.zeros((T, N, len(agent.unit)), np.float32)
     rewards = np.zeros((T, N))
@@ -787,7 +804,8 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs | PoolEnvs, run: "Run", args: 
     terminated = np.zeros((T, N), bool)
     truncated = np.zeros((T, N), bool)
     over = np.zeros((T, N), bool)  # rows after an episode's end
-    noise, act = agent.noise(T, N), agent.numpy_actor()
+    noise = agent.noise(T, N)
+    act = agent.numpy_actor()
     for t in range(T):
         obs[t] = envs.obs
         over[t] = envs.over
@@ -928,7 +946,8 @@ def save(run: Run, agent: Agent, envs):
 
 def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
-    content, path = {}, Path(folder) / "checkpoint.pt"
+    content = {}
+    path = Path(folder) / "checkpoint.pt"
     try:
         if not path.is_file():  # a pipe would be waited for
             raise FileNotFoundError(path.name)
@@ -1149,7 +1168,8 @@ def train(args: Args) -> Path:
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
     """Say how to go on or to play; play and record, if that is wanted."""
-    script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
+    script = f"python {shlex.quote(sys.argv[0])}"
+    folder = shlex.quote(str(run.folder))
     if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
         folder += f" --env-id {run.args.env_id}"
     if run.status == "running":

@@ -118,7 +118,8 @@ class Args:
 
 def fits(value, hint) -> bool:
     """Whether a value is of a field's type, such as `list[int]` or `Path | None`."""
-    kind, parts = get_origin(hint), get_args(hint)
+    kind = get_origin(hint)
+    parts = get_args(hint)
     if kind is Literal:
         return value in parts
     if kind in (list, tuple):
@@ -132,12 +133,14 @@ def check(args, low: dict, high: dict):
     """ValueError for a value of another type than its field's, for a number out of bounds (by
     default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
     for name, hint in get_type_hints(type(args)).items():
-        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        flag = f"--{name.replace('_', '-')}"
+        value = getattr(args, name)
         if not fits(value, hint):
             raise ValueError(f"{flag} {value!r}: not of type {hint}")
         if type(value) in (int, float):
             fraction = float in (hint, *get_args(hint))
-            least, most = low.get(name, 0 if fraction else 1), high.get(name, 1e18)
+            least = low.get(name, 0 if fraction else 1)
+            most = high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
@@ -189,7 +192,8 @@ class DeviceEnvs(nn.Module):
 
     def __init__(self, num_envs: int, device, dim: int, low, high, limit: int):
         super().__init__()
-        self.device, self.limit = torch.device(device), limit
+        self.device = torch.device(device)
+        self.limit = limit
         self.observation_space = gym.spaces.Box(-np.inf, np.inf, (dim,))
         self.action_space = box = gym.spaces.Box(np.float32(low), np.float32(high))
         self.low, self.high = (torch.tensor(bound, device=device) for bound in (box.low, box.high))
@@ -268,10 +272,15 @@ class Warp(DeviceEnvs):
             import warp
         except ImportError as error:
             fail(f"--env-id {env_id}: {error}: pip install 'mujoco-warp<4'")
-        env, self.mjw, self.wp = make_env(env_id).unwrapped, mujoco_warp, warp
-        (dim,), box = env.observation_space.shape, env.action_space
+        env = make_env(env_id).unwrapped
+        self.mjw = mujoco_warp
+        self.wp = warp
+        (dim,) = env.observation_space.shape
+        box = env.action_space
         super().__init__(num_envs, device, dim, box.low, box.high, limit=1000)
-        self.task, self.frame_skip, self.dt = TASKS[env_id], env.frame_skip, env.dt
+        self.task = TASKS[env_id]
+        self.frame_skip = env.frame_skip
+        self.dt = env.dt
         self.hidden = env.model.nq + env.model.nv - dim  # positions not observed
         with warp.ScopedDevice(str(device)):
             self.model = mujoco_warp.put_model(env.model)
@@ -280,11 +289,13 @@ class Warp(DeviceEnvs):
         for name in ("qpos", "qvel", "qacc_warmstart", "xpos", "ctrl"):
             self.register_buffer(name, warp.to_torch(getattr(self.data, name)))
         self.register_buffer("x", self.qpos[:, 0].clone())  # where the robot was
-        self.start, self.is_ant = self.qpos[0].clone(), env_id == "Ant-v4"
+        self.start = self.qpos[0].clone()
+        self.is_ant = env_id == "Ant-v4"
         self.least = torch.full((env.model.nq + env.model.nv,), -math.inf, device=device)
         self.most = -self.least
         for entries, low, high in self.task.healthy:
-            self.least[entries], self.most[entries] = low, high
+            self.least[entries] = low
+            self.most[entries] = high
 
     def simulate(self):
         for _ in range(self.frame_skip):
@@ -375,7 +386,8 @@ class RunningMoments(nn.Module):
         """Take in a batch [B, *shape]."""
         for start in range(0, len(x), 4096):
             part = torch.as_tensor(x[start : start + 4096], device=self.mean.device).double()
-            total, mean = self.count + len(part), part.mean(dim=0)
+            total = self.count + len(part)
+            mean = part.mean(dim=0)
             delta = mean - self.mean
             squares = self.var * self.count + (part - mean).square().sum(dim=0)
             self.var.copy_((squares + delta.square() * self.count * len(part) / total) / total)
@@ -399,18 +411,22 @@ class Agent(nn.Module):
 
     def __init__(self, env, args: Args | None = None):
         super().__init__()
-        args, space = args or Args(), env.action_space
+        args = args or Args()
+        space = env.action_space
         sizes = [*env.observation_space.shape, *args.hidden]
         self.critic = mlp([*sizes, 1], gain=1.0)  # two networks (detail 13, continuous detail 4)
         self.actor_mean = mlp([*sizes, *space.shape], gain=0.01)
         # a deviation for each dimension, the same in every state (continuous detail 2)
         self.actor_logstd = nn.Parameter(torch.full(space.shape, args.log_std_init))
-        low, high = torch.tensor(space.low).float(), torch.tensor(space.high).float()
+        low = torch.tensor(space.low).float()
+        high = torch.tensor(space.high).float()
         if not (args.scale_actions and (high - low).isfinite().all()):
-            low, high = -torch.ones(space.shape), torch.ones(space.shape)
+            low = -torch.ones(space.shape)
+            high = torch.ones(space.shape)
         self.register_buffer("origin", (low + high) / 2)
         self.register_buffer("unit", torch.where(high > low, (high - low) / 2, 1.0))
-        self.obs_moments, self.return_moments = RunningMoments((sizes[0],)), RunningMoments()
+        self.obs_moments = RunningMoments((sizes[0],))
+        self.return_moments = RunningMoments()
 
     def normalize(self, obs: torch.Tensor) -> torch.Tensor:
         """Observations [..., D] standardized and clipped to +-10 (continuous details 6, 7)."""
@@ -425,7 +441,8 @@ class Agent(nn.Module):
         """Action [B, A] (sampled unless given), its log-probability [B], entropy [B] and value [B]:
         independent components, whose numbers add up (continuous details 1, 3)."""
         features = self.normalize(obs)
-        mean, logstd = self.actor_mean(features), self.actor_logstd
+        mean = self.actor_mean(features)
+        logstd = self.actor_logstd
         if action is None:
             action = self.origin + self.unit * (mean + logstd.exp() * torch.randn_like(mean))
         z = ((action - self.origin) / self.unit - mean) * torch.exp(-logstd)
@@ -529,7 +546,8 @@ def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
 def check_views(agent: Agent):
     """RuntimeError if the parameters that learn are not those of the vector any more: some were
     frozen, thawed or replaced after `flat_adam`, and the optimizer would not follow."""
-    place, vector = 0, agent.adam["parameters"]
+    place = 0
+    vector = agent.adam["parameters"]
     for name, p in agent.named_parameters():
         inside = p.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
         if inside != p.requires_grad or (inside and p.storage_offset() != place):
@@ -578,7 +596,8 @@ def update(agent: Agent, data: Rollout, args: Args, first: bool = False):
     scale = (agent.return_moments.var + 1e-8).rsqrt().float()
     rewards = (data.rewards * scale).clamp(-10.0, 10.0)
     with torch.no_grad():
-        values, next_values = agent.get_value(data.obs), agent.get_value(data.next_obs)
+        values = agent.get_value(data.obs)
+        next_values = agent.get_value(data.next_obs)
         _, logprobs, _, _ = agent(data.obs, data.actions)
     ends = data.terminated, data.truncated
     advantages = gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)  # detail 5
@@ -586,7 +605,8 @@ def update(agent: Agent, data: Rollout, args: Args, first: bool = False):
     fields = data.obs, data.actions, logprobs, advantages, returns, values
     batch = Batch(*[x.flatten(0, 1) for x in fields])  # [B, ...], B = T * N
 
-    steps, learning_rate = [], agent.adam["learning_rate"]
+    steps = []
+    learning_rate = agent.adam["learning_rate"]
     for _ in range(args.update_epochs):
         order = torch.rand_like(batch.values).argsort()
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
@@ -709,7 +729,8 @@ class Run:
         seconds = time.monotonic() - self.start
         over = (data.terminated | data.truncated) & data.returns.isfinite()
         steps = self.global_step + (over.nonzero()[:, 0] + 1) * self.args.num_envs
-        returns, lengths = data.returns[over], data.lengths[over]
+        returns = data.returns[over]
+        lengths = data.lengths[over]
         rows = zip(steps.tolist(), returns.tolist(), lengths.tolist(), strict=True)
         self.csv.write("".join(f"{step},{seconds:.2f},{r},{n}\n" for step, r, n in rows))
         self.rows += len(returns)
@@ -772,7 +793,8 @@ def save(run: Run, agent: Agent, envs: DeviceEnvs, at: dict):
 
 def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
-    content, path = {}, Path(folder) / "checkpoint.pt"
+    content = {}
+    path = Path(folder) / "checkpoint.pt"
     try:
         if not path.is_file():  # a pipe would be waited for
             raise FileNotFoundError(path.name)
@@ -835,12 +857,14 @@ def evaluate(args: Args) -> list[float]:
         print(f"videos: {videos}")
     else:
         env = make_env(args.env_id)
-    box, returns = env.action_space, []
+    box = env.action_space
+    returns = []
     with contextlib.closing(env):
         agent, _ = load(args.evaluate, env)
         for episode in range(args.eval_episodes):
             obs, _ = env.reset(seed=episode_seed(args.seed, 2**31, episode))
-            rewards, over = [], False
+            rewards = []
+            over = False
             while not over:
                 action = agent.act(obs[None])[0].clip(box.low, box.high)
                 obs, reward, terminated, truncated, _ = env.step(action)
@@ -861,7 +885,9 @@ class Recorded:
     they were: it is recorded again when one of Args has changed."""
 
     def __init__(self, function):
-        self.function, self.calls, self.numbers = function, 0, None
+        self.function = function
+        self.calls = 0
+        self.numbers = None
 
     def __call__(self, *given):
         self.calls += 1
@@ -967,7 +993,8 @@ def train(args: Args) -> Path:
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
     """Say how to go on or to play; play and record, if that is wanted."""
-    script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
+    script = f"python {shlex.quote(sys.argv[0])}"
+    folder = shlex.quote(str(run.folder))
     own = f" --env-id {run.args.env_id}" if ":" in run.args.env_id else ""  # to be given again
     if run.status == "running":
         print(f"go on with: {script} --resume {folder}{own}")

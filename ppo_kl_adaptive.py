@@ -125,14 +125,16 @@ def check(args, low: dict, high: dict):
     """ValueError for a value of another type than its field's, for a number out of bounds (by
     default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
     for name, hint in get_type_hints(type(args)).items():
-        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        flag = f"--{name.replace('_', '-')}"
+        value = getattr(args, name)
         kinds = get_args(hint) or (hint,)  # types or, of a Literal, its values
         types = tuple(kind for kind in kinds if isinstance(kind, type))
         whole = float in kinds and isinstance(value, int)
         if not (isinstance(value, types) or value in kinds or whole):
             raise ValueError(f"{flag} {value!r}: not of type {hint}")
         if type(value) in (int, float):
-            least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
+            least = low.get(name, 0 if float in kinds else 1)
+            most = high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
@@ -246,7 +248,9 @@ class Envs:
     """
 
     def __init__(self, envs: list[gym.Env], args: Args, numbers=(0,), played=None):
-        self.envs, self.args, self.numbers = envs, args, list(numbers)
+        self.envs = envs
+        self.args = args
+        self.numbers = list(numbers)
         self.observation_space = envs[0].observation_space
         self.action_space = envs[0].action_space
         self.episodes = [episode for episode, _ in played or [(-1, ())] * len(envs)]
@@ -260,7 +264,8 @@ class Envs:
         """Begin the next episode of an environment."""
         self.episodes[i] += 1
         self.rewards[i] = []
-        self.over[i], self.lengths[i] = False, 0
+        self.over[i] = False
+        self.lengths[i] = 0
         seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
         seed_others(seed)
         obs, _ = self.envs[i].reset(seed=seed)
@@ -434,7 +439,8 @@ class RunningMoments(nn.Module):
         """Take in a batch [B, *shape]."""
         for start in range(0, len(x), 4096):
             part = torch.as_tensor(x[start : start + 4096], device=self.mean.device).double()
-            total, mean = self.count + len(part), part.mean(dim=0)
+            total = self.count + len(part)
+            mean = part.mean(dim=0)
             delta = mean - self.mean
             squares = self.var * self.count + (part - mean).square().sum(dim=0)
             self.var.copy_((squares + delta.square() * self.count * len(part) / total) / total)
@@ -782,7 +788,8 @@ def fit_value(agent: Agent, features, returns, args: Args):
     adam = agent.optimizers["value"]
     for group in adam.param_groups:
         group["lr"] = args.value_learning_rate or adam.defaults["lr"]
-    inputs, targets = features, returns
+    inputs = features
+    targets = returns
     if agent.replay:
         inputs, targets = map(torch.cat, zip((features, returns), agent.replay, strict=True))
     # minibatches of 256 to 511; a pass shuffles all, but stops after as many as this batch has
@@ -814,7 +821,8 @@ def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
     advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-6)
     batch = data.actions[valid], advantages.astype(np.float32), returns.astype(np.float32)
     actions, advantages, returns = (torch.as_tensor(x, device=device) for x in batch)
-    features, values = features[:-1][valid], values[:-1][valid]
+    features = features[:-1][valid]
+    values = values[:-1][valid]
     metrics = fit_policy(agent, features, actions, advantages, args)
     fit_value(agent, features, returns, args)
     residual = returns - values  # as they were before the fit
@@ -1014,7 +1022,8 @@ def save(run: Run, agent: Agent, envs):
 
 def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
-    content, path = {}, Path(folder) / "checkpoint.pt"
+    content = {}
+    path = Path(folder) / "checkpoint.pt"
     try:
         if not path.is_file():  # a pipe would be waited for
             raise FileNotFoundError(path.name)
@@ -1206,7 +1215,8 @@ def train(args: Args) -> Path:
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
     """Say how to go on or to play; play and record, if that is wanted."""
-    script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
+    script = f"python {shlex.quote(sys.argv[0])}"
+    folder = shlex.quote(str(run.folder))
     if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
         folder += f" --env-id {run.args.env_id}"
     if run.status == "running":

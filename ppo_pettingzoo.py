@@ -140,14 +140,16 @@ def check(args, low: dict, high: dict):
     """ValueError for a value of another type than its field's, for a number out of bounds (by
     default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
     for name, hint in get_type_hints(type(args)).items():
-        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        flag = f"--{name.replace('_', '-')}"
+        value = getattr(args, name)
         kinds = get_args(hint) or (hint,)  # types or, of a Literal, its values
         types = tuple(kind for kind in kinds if isinstance(kind, type))
         whole = float in kinds and isinstance(value, int)
         if not (isinstance(value, types) or value in kinds or whole):
             raise ValueError(f"{flag} {value!r}: not of type {hint}")
         if type(value) in (int, float):
-            least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
+            least = low.get(name, 0 if float in kinds else 1)
+            most = high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
@@ -198,7 +200,8 @@ class Gymnasium:
     parallel ones. Those of several are made anew for each episode, or lbforaging's differ."""
 
     def __init__(self, make):
-        self.make, self.env = make, make()
+        self.make = make
+        self.env = make()
         self.several = isinstance(self.env.action_space, gym.spaces.Tuple)
         count = len(self.env.action_space) if self.several else 1
         self.possible_agents = [f"agent_{i}" for i in range(count)]
@@ -291,7 +294,9 @@ class Roles:
     D numbers and C choices (for Boxes, dimensions) are the most that one has."""
 
     def __init__(self, observation_space: gym.spaces.Dict, action_space, args: Args):
-        self.args, self.names, self.seen = args, list(action_space), []
+        self.args = args
+        self.names = list(action_space)
+        self.seen = []
         self.actions = list(action_space.values())
         for name, actions in action_space.items():
             space = observation_space[name]
@@ -329,8 +334,10 @@ class Roles:
         """Agent i's observation [D], its number [A or 0] and the mask of its choices [C]."""
         mask = info.get("action_mask", info.get("legal_action_mask"))
         if isinstance(observation, dict):
-            observation, mask = observation["observation"], observation["action_mask"]
-        flat, valid = gym.spaces.flatten(self.seen[i], observation), self.has[i].copy()
+            mask = observation["action_mask"]
+            observation = observation["observation"]
+        flat = gym.spaces.flatten(self.seen[i], observation)
+        valid = self.has[i].copy()
         if mask is not None and self.args.action_masks:
             mask = np.hstack(mask)
             if len(mask) != valid.sum():
@@ -347,7 +354,8 @@ class Roles:
             action = action.reshape(space.shape) + getattr(space, "start", 0)
             return action.astype(space.dtype)[()]
         action = action[: math.prod(space.shape)].reshape(space.shape).astype(np.float64)
-        low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+        low = space.low.astype(np.float64)
+        high = space.high.astype(np.float64)
         bounded = np.isfinite(low) & np.isfinite(high)
         scaled = np.where(bounded, (low + high) / 2 + (high - low) / 2 * action, action)
         return np.clip(scaled, low, high).astype(space.dtype)
@@ -370,7 +378,9 @@ class Envs:
     """
 
     def __init__(self, envs: list, args: Args, numbers=(0,), played=None):
-        self.envs, self.args, self.numbers = envs, args, list(numbers)
+        self.envs = envs
+        self.args = args
+        self.numbers = list(numbers)
         seen = [(name, envs[0].observation_space(name)) for name in envs[0].possible_agents]
         does = [(name, envs[0].action_space(name)) for name in envs[0].possible_agents]
         self.observation_space = gym.spaces.Dict(OrderedDict(seen))
@@ -394,7 +404,9 @@ class Envs:
         """Begin the next episode of an environment; its first rows [A, W]."""
         self.episodes[i] += 1
         self.actions[i] = []
-        self.over[i], self.returns[i], self.deaths[i] = False, 0.0, 0
+        self.over[i] = False
+        self.returns[i] = 0.0
+        self.deaths[i] = 0
         seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
         if self.turns:  # OpenSpiel's seeds have 31 bits
             seed %= 2**31
@@ -403,7 +415,10 @@ class Envs:
 
     def rows(self, i: int, observations: dict, infos: dict, living) -> np.ndarray:
         """The rows [A, W] of agents with these observations, of which not all may be living."""
-        roles, env, state, mover = self.roles, self.envs[i], [], None
+        roles = self.roles
+        env = self.envs[i]
+        state = []
+        mover = None
         if self.args.critic == "state":
             try:
                 state = np.ravel(env.state())
@@ -426,7 +441,9 @@ class Envs:
 
     def play(self, i: int, actions: np.ndarray):
         """One step of an environment, with actions [A, B]: rewards, terminated, truncated [A]."""
-        env, names, args = self.envs[i], self.roles.names, self.args
+        env = self.envs[i]
+        names = self.roles.names
+        args = self.args
         acting = {}
         for k, name in enumerate(names):
             if name in env.agents:
@@ -602,7 +619,8 @@ class RunningMoments(nn.Module):
         """Take in a batch [B, *shape]."""
         for start in range(0, len(x), 4096):
             part = torch.as_tensor(x[start : start + 4096], device=self.mean.device).double()
-            total, mean = self.count + len(part), part.mean(dim=0)
+            total = self.count + len(part)
+            mean = part.mean(dim=0)
             delta = mean - self.mean
             squares = self.var * self.count + (part - mean).square().sum(dim=0)
             self.var.copy_((squares + delta.square() * self.count * len(part) / total) / total)
@@ -630,8 +648,10 @@ class Agent(nn.Module):
         if self.value_norm is None:
             self.value_norm = self.args.team_reward or self.args.critic != "local"
         self.roles = Roles(env.observation_space, env.action_space, self.args)
-        self.dim, self.there = self.roles.mask, self.roles.there
-        self.width, self.choices = self.there - self.dim, self.roles.choices  # C
+        self.dim = self.roles.mask
+        self.there = self.roles.there
+        self.width = self.there - self.dim  # C
+        self.choices = self.roles.choices
         agents, ids = self.roles.ids.shape
         inputs = {
             "local": self.dim,
@@ -649,7 +669,8 @@ class Agent(nn.Module):
     def inputs(self, obs: torch.Tensor) -> torch.Tensor:
         """The networks' inputs [..., A, I], from the rows of all agents [..., A, W]: observation,
         number and mask for the actor and, behind them, what a central critic sees."""
-        own, there = obs[..., : self.there], obs[..., self.there]
+        own = obs[..., : self.there]
+        there = obs[..., self.there]
         if self.args.critic == "local":
             return own
         if self.args.critic == "state":
@@ -692,7 +713,8 @@ class Agent(nn.Module):
         if action is None:
             action = self.choose(scores, torch.tensor(self.noise(*scores.shape[:-1])).to(scores))
         if self.roles.boxes:
-            has, logstd = inputs[..., self.dim : self.there], self.actor_logstd
+            has = inputs[..., self.dim : self.there]
+            logstd = self.actor_logstd
             z = (action - scores) * torch.exp(-logstd)
             logprob = (-0.5 * z.square() - logstd - 0.5 * math.log(2.0 * math.pi)) * has
             entropy = (logstd + 0.5 * math.log(2.0 * math.pi * math.e)) * has
@@ -716,7 +738,8 @@ class Agent(nn.Module):
         """The likeliest (mean) actions of one agent or more, by name, at their observations, by
         name; given `noise(len(observations))`, samples. Only masks are taken from `infos`."""
         numbers = [self.roles.names.index(name) for name in observations]
-        infos, rows = infos or {}, []
+        infos = infos or {}
+        rows = []
         for i, (name, observation) in zip(numbers, observations.items(), strict=True):
             rows.append(self.roles.row(i, observation, infos.get(name, {})))
         actions = zip(numbers, self.act_on_rows(np.stack(rows), noise), strict=True)
@@ -737,7 +760,9 @@ def gae(rewards, values, terminated, truncated, gamma, gae_lambda, waits=None) -
 
     While an agent waits for its turn, its last action gets what comes: rewards, undiscounted, an
     end, or the value and the advantage of its next action."""
-    rewards, values, terminated = rewards.copy(), values.copy(), terminated.copy()
+    rewards = rewards.copy()
+    values = values.copy()
+    terminated = terminated.copy()
     ended = np.logical_or(terminated, truncated)
     waits = np.zeros(values.shape, bool) if waits is None else waits
     for t in range(1, len(values)):  # of what comes after the last row, this is known
@@ -856,7 +881,8 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args):
     agent.steps += int(np.count_nonzero(data.valid))
     means = torch.stack(steps).mean(dim=0).tolist()
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
-    error, scale = (batch.returns - batch.values)[rows].var(), batch.returns[rows].var()
+    error = (batch.returns - batch.values)[rows].var()
+    scale = batch.returns[rows].var()
     metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
     return metrics | {"charts/agent_steps": agent.steps.item()}
 
@@ -864,7 +890,8 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args):
 # --- rollout --------------------------------------------------------------------------------------
 def rollout(agent: Agent, envs: Envs | WorkerEnvs, run: "Run", args: Args) -> Rollout:
     """Take `num_steps` steps in every environment, from where the last ones stopped (detail 1)."""
-    T, (N, A, W) = args.num_steps, envs.obs.shape
+    T = args.num_steps
+    (N, A, W) = envs.obs.shape
     obs = np.zeros((T + 1, N, A, W), np.float32)
     actions = []
     rewards = np.zeros((T, N, A))
@@ -1025,7 +1052,8 @@ def save(run: Run, agent: Agent, envs):
 
 def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
-    content, path = {}, Path(folder) / "checkpoint.pt"
+    content = {}
+    path = Path(folder) / "checkpoint.pt"
     try:
         if not path.is_file():
             raise FileNotFoundError(path.name)
@@ -1078,7 +1106,9 @@ def drawn_env(args: Args):
 def play(agent: Agent, envs: Envs, args: Args, greedy: bool) -> tuple[np.ndarray, list]:
     """Returns [episodes, A] of greedy or of drawn actions and, with `capture_video`, the frames of
     the first episode."""
-    returns, frames, steps = [], [], 0
+    returns = []
+    frames = []
+    steps = 0
     while len(returns) < args.eval_episodes:
         noise = None if greedy else agent.noise(*envs.obs.shape[:2])
         envs.step(agent.act_on_rows(envs.obs, noise))
@@ -1096,7 +1126,8 @@ def play(agent: Agent, envs: Envs, args: Args, greedy: bool) -> tuple[np.ndarray
 def evaluate(args: Args) -> list[float]:
     """Play the run in `args.evaluate`, the same episodes with drawn and with greedy actions, and
     list those of one kind; `capture_video` records the first of these into its videos/."""
-    played, frames = {}, {}
+    played = {}
+    frames = {}
     seeded = replace(args, seed=episode_seed(args.seed, 2**31))
     for greedy in (False, True):
         if args.capture_video:
@@ -1117,7 +1148,8 @@ def evaluate(args: Args) -> list[float]:
         save_video(frames[args.eval_greedy], videos, lambda _: True, fps=15)
         print(f"videos: {videos}")
     for greedy, returns in played.items():
-        mean, team = returns.mean(axis=1), returns.sum(axis=1)
+        mean = returns.mean(axis=1)
+        team = returns.sum(axis=1)
         said = f"mean over agents {mean.mean():.2f} +- {mean.std():.2f}, "
         said += f"sum over agents {team.mean():.2f} +- {team.std():.2f}"
         print(f"{'greedy' if greedy else 'drawn'}, {len(returns)} episodes: {said}")
@@ -1198,7 +1230,8 @@ def train(args: Args) -> Path:
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
     """Say how to go on or to play; play and record, if that is wanted."""
-    script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
+    script = f"python {shlex.quote(sys.argv[0])}"
+    folder = shlex.quote(str(run.folder))
     if not is_known(run.args.env_id):  # a module must be given again
         folder += f" --env-id {run.args.env_id}"
     if run.status == "running":

@@ -111,12 +111,14 @@ def check(args, low: dict, high: dict):
     """ValueError for a value of another type than its field's, for a number out of bounds (by
     default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
     for name, hint in get_type_hints(type(args)).items():
-        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        flag = f"--{name.replace('_', '-')}"
+        value = getattr(args, name)
         kinds = get_args(hint) or (hint,)
         if not isinstance(value, kinds) and not (float in kinds and isinstance(value, int)):
             raise ValueError(f"{flag} {value!r}: not of type {hint}")
         if type(value) in (int, float):
-            least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
+            least = low.get(name, 0 if float in kinds else 1)
+            most = high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
@@ -188,7 +190,8 @@ class Envs:
         sizes = self.ales[0].getScreenDims()
         reached = [np.clip(np.linspace(0, m, 85)[:, None] - np.arange(m), 0, 1) for m in sizes]
         self.columns, self.rows = (np.float32(84 * np.diff(x, axis=0)).round() for x in reached)
-        self.seed, self.autoreset = args.seed, autoreset
+        self.seed = args.seed
+        self.autoreset = autoreset
         self.max_steps = 25_000  # of a game: 100,000 frames
         self.obs = np.zeros((n, 6, 84, 84), np.uint8)
         self.obs[::2, 4] = self.obs[1::2, 5] = 255
@@ -206,7 +209,8 @@ class Envs:
         """Start the next game, which 1 to 30 no-ops tell from others. What else is random in it,
         mazes and the like, follows from the start of the game before; every 16th is seeded."""
         self.episodes[g] += 1
-        episode, game = self.episodes[g], self.games[g]
+        episode = self.episodes[g]
+        game = self.games[g]
         if episode % 16 == 0:  # which takes 0.1 s: the ROM is loaded again
             game.reset(seed=(episode_seed(self.seed, g) + episode // 16) % 2**31)
         else:
@@ -230,7 +234,9 @@ class Envs:
     def play(self, g: int, actions: np.ndarray, seen: bool = True):
         """A step of a game's two players: clipped rewards, terminated, truncated [2]. Their
         observations change only if `seen`."""
-        pair, ale, rewards = slice(2 * g, 2 * g + 2), self.ales[g], np.zeros(2)
+        pair = slice(2 * g, 2 * g + 2)
+        ale = self.ales[g]
+        rewards = np.zeros(2)
         before = self.over[pair].copy()
         over = self.over[pair]  # a view: changes in place
         screens = []
@@ -298,7 +304,8 @@ class Agent(nn.Module):
         convs = nn.Conv2d(6, 32, 8, 4), nn.Conv2d(32, 64, 4, 2), nn.Conv2d(64, 64, 3)
         layers = [layer for conv in convs for layer in (conv, nn.ReLU())]
         self.network = nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 7 * 7, 512), nn.ReLU())
-        self.actor, self.critic = nn.Linear(512, actions), nn.Linear(512, 1)
+        self.actor = nn.Linear(512, actions)
+        self.critic = nn.Linear(512, 1)
         layers = *convs, self.network[7], self.actor, self.critic  # (detail 2)
         for layer, gain in zip(layers, [math.sqrt(2)] * 4 + [0.01, 1.0], strict=True):
             nn.init.orthogonal_(layer.weight, gain)
@@ -420,7 +427,8 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
             break
     means = torch.stack(steps).mean(dim=0).tolist()
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
-    error, scale = batch.advantages[rows].var(), batch.returns[rows].var()  # of R - V and R
+    error = batch.advantages[rows].var()  # of R - V
+    scale = batch.returns[rows].var()  # of R
     metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
     return metrics
 
@@ -429,13 +437,17 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
 @torch.no_grad()
 def rollout(agent: Agent, envs: Envs, run: "Run", args: Args) -> Rollout:
     """Take `num_steps` steps in every environment, going on where the last ended (detail 1)."""
-    T, N, device = args.num_steps, args.num_envs, agent.actor.bias.device
+    T = args.num_steps
+    N = args.num_envs
+    device = agent.actor.bias.device
     obs = torch.empty((T, N, 84, 84, 6), dtype=torch.uint8, device=device).permute(0, 1, 4, 2, 3)
     rewards = np.zeros((T, N))
     terminated = np.zeros((T, N), bool)
     truncated = np.zeros((T, N), bool)
     over = np.zeros((T, N), bool)  # rows of players whose episode has ended
-    logprobs, actions, values = [], [], []
+    logprobs = []
+    actions = []
+    values = []
     # Gumbel noise, whose argmax is a sample of the policy
     rng = np.random.default_rng((args.seed, run.iteration, 0))
     noise = torch.tensor(rng.gumbel(size=(T, N, len(agent.actor.bias)))).float().to(device)
@@ -582,7 +594,8 @@ def save(run: Run, agent: Agent, past: Agent, envs: Envs):
 
 def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
-    content, path = {}, Path(folder) / "checkpoint.pt"
+    content = {}
+    path = Path(folder) / "checkpoint.pt"
     try:
         if not path.is_file():  # a pipe would be waited for
             raise FileNotFoundError(path.name)
@@ -624,11 +637,13 @@ def load(folder: Path, envs=None) -> tuple[Agent, Args]:
 
 def play(agents: list[Agent | None], args: Args, seed: int, film=None) -> np.ndarray:
     """Scores [n, 2] of two agents, None being a random one, which draw actions in some games."""
-    n, rng = args.eval_episodes, np.random.default_rng(seed)
+    n = args.eval_episodes
+    rng = np.random.default_rng(seed)
     sides = np.arange(2 * n).reshape(n, 2) ^ (np.arange(n)[:, None] % 2)  # changed in odd games
     with contextlib.closing(Envs(replace(args, seed=seed), 2 * n, autoreset=False)) as envs:
         while (playing := ~envs.over.reshape(n, 2).all(axis=1)).any():
-            actions, games = np.zeros(2 * n, int), np.flatnonzero(playing)
+            actions = np.zeros(2 * n, int)
+            games = np.flatnonzero(playing)
             for j, agent in enumerate(agents):
                 noise = rng.gumbel(size=(n, envs.action_space.n))[games]
                 side = sides[games, j]
@@ -642,8 +657,11 @@ def play(agents: list[Agent | None], args: Args, seed: int, film=None) -> np.nda
 def win_rate(scores: np.ndarray) -> dict[str, float]:
     """The first agent's share of wins in games with scores [n, 2], a draw being half a win, and its
     95 % interval (Wilson 1927), which draws make only wider than it need be."""
-    n, p, z = len(scores), 0.5 + 0.5 * np.sign(scores[:, 0] - scores[:, 1]).mean(), 1.96
-    centre, half = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+    n = len(scores)
+    p = 0.5 + 0.5 * np.sign(scores[:, 0] - scores[:, 1]).mean()
+    z = 1.96
+    centre = p + z**2 / (2 * n)
+    half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
     low, high = ((centre + sign * half) / (1 + z**2 / n) for sign in (-1, 1))
     return {"charts/win_rate": p, "charts/win_rate_low": low, "charts/win_rate_high": high}
 
@@ -652,7 +670,8 @@ def evaluate(args: Args) -> list[float]:
     """Play the agent saved in `args.evaluate` against another, and film a game if that is asked."""
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
     agent, _ = load(args.evaluate)
-    other, film = None, None
+    other = None
+    film = None
     videos = args.evaluate / "videos"
     if args.capture_video:
         refuse_links(args.evaluate)
@@ -767,7 +786,8 @@ def train(args: Args) -> Path:
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
     """Say how to go on or to play; play and record, if that is wanted."""
-    script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
+    script = f"python {shlex.quote(sys.argv[0])}"
+    folder = shlex.quote(str(run.folder))
     if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
         folder += f" --env-id {run.args.env_id}"
     if run.status == "running":

@@ -146,14 +146,16 @@ def check(args, low: dict, high: dict):
     """ValueError for a value of another type than its field's, for a number out of bounds (by
     default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
     for name, hint in get_type_hints(type(args)).items():
-        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        flag = f"--{name.replace('_', '-')}"
+        value = getattr(args, name)
         kinds = get_args(hint) or (hint,)  # types or, of a Literal, its values
         types = tuple(kind for kind in kinds if isinstance(kind, type))
         whole = float in kinds and isinstance(value, int)
         if not (isinstance(value, types) or value in kinds or whole):
             raise ValueError(f"{flag} {value!r}: not of type {hint}")
         if type(value) in (int, float):
-            least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
+            least = low.get(name, 0 if float in kinds else 1)
+            most = high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
@@ -233,7 +235,8 @@ def find_leaf(path: tuple, space: gym.Space, args: Args) -> Leaf | None:
         return Leaf(path, space, "choices")
     if not isinstance(space, gym.spaces.Box) or 0 in space.shape:
         return None  # a text, a graph, a sequence
-    axes, channels = len(space.shape), ()
+    axes = len(space.shape)
+    channels = ()
     if axes in (3, 4):
         first = space.shape[-3] == min(space.shape[-3:])
         channels = (*range(axes - 3), axes - 3 if first else axes - 1)
@@ -326,7 +329,10 @@ class Actions:
     def __init__(self, space: gym.Space):
         self.space = without_binaries(space)
         self.blocks = []  # (size, whether it is a Box) of each choice and of each Box
-        number, whole, low, high = [], [], [], []
+        number = []
+        whole = []
+        low = []
+        high = []
         for _, part in parts(self.space):
             box = isinstance(part, gym.spaces.Box)
             if not box and not isinstance(part, CHOICES):
@@ -342,7 +348,8 @@ class Actions:
             raise ValueError(f"{space}: nothing to do")
         self.number = np.concatenate(number)  # [F], whether it belongs to a Box
         self.whole = np.concatenate(whole)  # [F], whether it is rounded
-        self.low, self.high = np.concatenate(low), np.concatenate(high)  # [F]
+        self.low = np.concatenate(low)  # [F]
+        self.high = np.concatenate(high)  # [F]
 
     def to_space(self, action: np.ndarray):
         """An action [F] as the space has it; numbers are clipped (continuous detail 5)."""
@@ -462,7 +469,9 @@ class Envs:
     """
 
     def __init__(self, envs: list[gym.Env], args: Args, numbers=(0,), played=None):
-        self.envs, self.args, self.numbers = envs, args, list(numbers)
+        self.envs = envs
+        self.args = args
+        self.numbers = list(numbers)
         self.observation_space = envs[0].observation_space
         self.action_space = envs[0].action_space
         self.reader = Reader(self.observation_space, args)
@@ -484,8 +493,10 @@ class Envs:
     def reset(self, i: int) -> list[np.ndarray]:
         """Begin the next episode of an environment; its first observation, an array a leaf."""
         self.episodes[i] += 1
-        self.actions[i], self.rewards[i] = [], []
-        self.over[i], self.discounted[i] = False, 0.0
+        self.actions[i] = []
+        self.rewards[i] = []
+        self.over[i] = False
+        self.discounted[i] = 0.0
         seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
         seed_others(seed)
         return self.look(*self.envs[i].reset(seed=seed))
@@ -508,7 +519,9 @@ class Envs:
     def play(self, i: int, action: np.ndarray):
         """One step of an environment, with action [F], held for `action_repeat` of its own steps:
         reward, terminated, truncated."""
-        given, total, frame = self.translate.to_space(action), 0.0, None
+        given = self.translate.to_space(action)
+        total = 0.0
+        frame = None
         for _ in range(max(self.args.action_repeat, 1)):
             before = frame
             frame, reward, terminated, truncated, info = self.envs[i].step(given)
@@ -676,7 +689,8 @@ class RunningMoments(nn.Module):
         """Take in a batch [B, *shape]."""
         for start in range(0, len(x), 4096):
             part = torch.as_tensor(x[start : start + 4096], device=self.mean.device).double()
-            total, mean = self.count + len(part), part.mean(dim=0)
+            total = self.count + len(part)
+            mean = part.mean(dim=0)
             delta = mean - self.mean
             squares = self.var * self.count + (part - mean).square().sum(dim=0)
             self.var.copy_((squares + delta.square() * self.count * len(part) / total) / total)
@@ -700,7 +714,8 @@ class Residual(nn.Sequential):
 
 def encoder(shape: tuple[int, int, int], kind: str) -> nn.Sequential:
     """A network for images [B, C, H, W] of this shape (H, W, C); `kind` as --encoder."""
-    side, channels = min(shape[:2]), shape[2]
+    side = min(shape[:2])
+    channels = shape[2]
     if kind == "auto":
         kind = "nature" if side >= 36 else "impala" if side >= 16 else "small"
     layers = []
@@ -739,7 +754,9 @@ class Trunk(nn.Module):
         if not self.images:
             layers += [layer_init(nn.Linear(64, 64)), nn.Tanh()]
         self.vectors = nn.Sequential(*layers)
-        self.size = sum(image[-2].out_features for image in self.images) + 64 * (inputs > 0)
+        self.size = sum(image[-2].out_features for image in self.images)
+        if inputs:
+            self.size += 64
 
     def forward(self, images: list[torch.Tensor], vectors: torch.Tensor) -> torch.Tensor:
         """Features [B, F] of images [B, C, H, W] and of all vectors [B, D]."""
@@ -759,7 +776,8 @@ class Agent(nn.Module):
         self.args = args or Args()
         self.reader = Reader(env.observation_space, self.args)
         self.translate = Actions(env.action_space)
-        shapes, number = self.reader.shapes, torch.tensor(self.translate.number)
+        shapes = self.reader.shapes
+        number = torch.tensor(self.translate.number)
         self.trunk = Trunk(shapes, self.args.encoder)
         two = self.args.separate_critic or not self.trunk.images
         self.value_trunk = Trunk(shapes, self.args.encoder) if two else None
@@ -768,7 +786,8 @@ class Agent(nn.Module):
         self.critic = layer_init(nn.Linear(self.trunk.size, 1), gain=1.0)
         # a deviation for each number, the same in every state (continuous detail 2)
         self.actor_logstd = nn.Parameter(torch.full((int(number.sum()),), self.args.log_std_init))
-        low, high = torch.tensor(self.translate.low), torch.tensor(self.translate.high)
+        low = torch.tensor(self.translate.low)
+        high = torch.tensor(self.translate.high)
         scaled = number & (high > low) & (torch.maximum(-low, high) <= 1e6)  # or else as they are
         self.register_buffer("number", number)
         self.register_buffer("origin", ((low + high) / 2).where(scaled, 0.0).float())
@@ -782,11 +801,13 @@ class Agent(nn.Module):
     def normalize(self, obs: list) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Images [B, C, H, W], from 0 to 1 (Atari detail 9), and all vectors [B, D]. Vectors and
         codes are standardized and clipped to +-10 (continuous details 6, 7)."""
-        images, vectors = [], []
+        images = []
+        vectors = []
         for leaf, moments, x in zip(self.reader.leaves, self.moments, obs, strict=False):
             x = x.float()
             if leaf.kind == "image":
-                low, high = float(leaf.space.low.min()), float(leaf.space.high.max())
+                low = float(leaf.space.low.min())
+                high = float(leaf.space.high.max())
                 x = (x - low) / (high - low)
             elif leaf.kind != "choices":
                 scale = (moments.var + 1e-8).rsqrt().float()
@@ -895,7 +916,8 @@ class Agent(nn.Module):
         obs = obs if isinstance(obs, list) else self.observe(obs)
         policy, _ = self.policy(as_tensors(obs, self.unit.device))
         actions = self.choose_action(policy, noise).cpu().numpy()
-        space, items = self.translate.space, [self.translate.to_space(action) for action in actions]
+        space = self.translate.space
+        items = [self.translate.to_space(action) for action in actions]
         return concatenate(space, items, create_empty_array(space, len(items)))
 
 
@@ -975,7 +997,8 @@ def judge(agent: Agent, data: Rollout, size: int) -> tuple[torch.Tensor, torch.T
     rows at a time."""
     obs = [x.flatten(0, 1) for x in data.obs]
     actions = torch.cat([data.actions, data.actions[-1:]])  # the last observations have none
-    logprobs, values = [], []
+    logprobs = []
+    values = []
     for rows in torch.arange(len(obs[0]), device=actions.device).split(size):
         taken = actions.flatten(0, 1)[rows]
         _, logprob, _, value = agent([x[rows] for x in obs], taken)
@@ -1024,7 +1047,8 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
         agent.update_moments(data)
     means = torch.stack(steps).mean(dim=0).tolist()
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
-    error, scale = batch.advantages[rows].var(), batch.returns[rows].var()  # of R - V and R
+    error = batch.advantages[rows].var()  # of R - V
+    scale = batch.returns[rows].var()  # of R
     metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
     if agent.number.any():
         metrics["charts/policy_std"] = agent.actor_logstd.exp().mean().item()
@@ -1035,7 +1059,9 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
 @torch.no_grad()
 def rollout(agent: Agent, envs: Envs | WorkerEnvs, run: "Run", args: Args) -> Rollout:
     """Take `num_steps` steps in every environment, going on where the last ended (detail 1)."""
-    T, N, device = args.num_steps, args.num_envs, agent.unit.device
+    T = args.num_steps
+    N = args.num_envs
+    device = agent.unit.device
     now = as_tensors(envs.obs, device)
     obs = [x.new_empty((T + 1, *x.shape)) for x in now]
     actions = []
@@ -1049,7 +1075,8 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, run: "Run", args: Args) -> Ro
         for kept, x in zip(obs, now, strict=True):
             kept[t] = x
         over[t] = envs.over
-        actions.append(agent.choose_action(agent.policy(now)[0], noise[t]))
+        policy, _ = agent.policy(now)
+        actions.append(agent.choose_action(policy, noise[t]))
         rewards[t], terminated[t], truncated[t] = envs.step(actions[t].cpu().numpy())
         discounted[t] = envs.discounted
         now = as_tensors(envs.obs, device)
@@ -1187,7 +1214,8 @@ def save(run: Run, agent: Agent, envs):
 
 def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
-    content, path = {}, Path(folder) / "checkpoint.pt"
+    content = {}
+    path = Path(folder) / "checkpoint.pt"
     try:
         if not path.is_file():  # a pipe would be waited for
             raise FileNotFoundError(path.name)
@@ -1272,16 +1300,19 @@ def play(args: Args, name: str) -> list[float]:
     played = replace(args, seed=episode_seed(args.seed, 2**31))
     if args.capture_video:
         refuse_links(args.evaluate)
-        videos, how = str(args.evaluate / "videos"), {"disable_logger": True, "name_prefix": name}
+        videos = str(args.evaluate / "videos")
+        how = {"disable_logger": True, "name_prefix": name}
         env = gym.wrappers.RecordVideo(drawn_env(args), videos, lambda _: True, **how)
         envs = Envs([env], played)
         print(f"videos: {videos}")
     else:
         envs = make_envs(played, 1)
-    returns, steps = [], 0
+    returns = []
+    steps = 0
     bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
     with contextlib.closing(envs), bar:
-        agent, rng = load(args.evaluate, envs)[0], np.random.default_rng(played.seed)
+        agent = load(args.evaluate, envs)[0]
+        rng = np.random.default_rng(played.seed)
         while len(returns) < args.eval_episodes:
             policy, _ = agent.policy(as_tensors(envs.obs, agent.unit.device))
             noise = agent.noise(rng, 1) if name == "drawn" else None
@@ -1400,7 +1431,8 @@ def train(args: Args) -> Path:
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
     """Say how to go on or to play; play and record, if that is wanted."""
-    script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
+    script = f"python {shlex.quote(sys.argv[0])}"
+    folder = shlex.quote(str(run.folder))
     if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
         folder += f" --env-id {run.args.env_id}"
     if run.status == "running":

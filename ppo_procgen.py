@@ -117,12 +117,14 @@ def check(args, low: dict, high: dict):
     """ValueError for a value of another type than its field's, for a number out of bounds (by
     default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
     for name, hint in get_type_hints(type(args)).items():
-        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        flag = f"--{name.replace('_', '-')}"
+        value = getattr(args, name)
         kinds = get_args(hint) or (hint,)
         if not isinstance(value, kinds) and not (float in kinds and isinstance(value, int)):
             raise ValueError(f"{flag} {value!r}: not of type {hint}")
         if type(value) in (int, float):
-            least, most = low.get(name, 0 if float in kinds else 1), high.get(name, 1e18)
+            least = low.get(name, 0 if float in kinds else 1)
+            most = high.get(name, 1e18)
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
@@ -247,7 +249,8 @@ class Agent(nn.Module):
             layers += [Residual(nn.ReLU(), a, nn.ReLU(), b) for a, b in (conv[1:3], conv[3:])]
         layers += [nn.Flatten(), nn.ReLU(), nn.Linear(32 * 8 * 8, 256), nn.ReLU()]
         self.network = nn.Sequential(*layers)  # with torch's own initial weights
-        self.actor, self.critic = nn.Linear(256, actions), nn.Linear(256, 1)
+        self.actor = nn.Linear(256, actions)
+        self.critic = nn.Linear(256, 1)
         for head, gain in ((self.actor, 0.01), (self.critic, 1.0)):  # (detail 2)
             nn.init.orthogonal_(head.weight, gain)
             nn.init.zeros_(head.bias)
@@ -375,7 +378,8 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
             break
     means = torch.stack(steps).mean(dim=0).tolist()
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
-    error, scale = batch.advantages[rows].var(), batch.returns[rows].var()  # of R - V and R
+    error = batch.advantages[rows].var()  # of R - V
+    scale = batch.returns[rows].var()  # of R
     metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
     return metrics
 
@@ -384,13 +388,17 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
 @torch.no_grad()
 def rollout(agent: Agent, envs: Envs, run: "Run", args: Args) -> Rollout:
     """Take `num_steps` steps in every environment, going on where the last ended (detail 1)."""
-    T, N, device = args.num_steps, args.num_envs, agent.actor.bias.device
+    T = args.num_steps
+    N = args.num_envs
+    device = agent.actor.bias.device
     obs = torch.empty((T, *envs.obs.shape), dtype=torch.uint8, device=device)
     rewards = np.zeros((T, N))
     terminated = np.zeros((T, N), bool)
     truncated = np.zeros((T, N), bool)
     over = np.zeros((T, N), bool)  # rows after an episode's end
-    logprobs, actions, values = [], [], []
+    logprobs = []
+    actions = []
+    values = []
     # Gumbel noise, whose argmax is a sample of the policy
     rng = np.random.default_rng((args.seed, run.iteration, 0))
     noise = torch.tensor(rng.gumbel(size=(T, N, len(agent.actor.bias)))).float().to(device)
@@ -549,7 +557,8 @@ def save(run: Run, agent: Agent):
 
 def load_checkpoint(folder: Path) -> dict:
     """What `save` wrote; runs no code, whoever wrote it."""
-    content, path = {}, Path(folder) / "checkpoint.pt"
+    content = {}
+    path = Path(folder) / "checkpoint.pt"
     try:
         if not path.is_file():  # a pipe would be waited for
             raise FileNotFoundError(path.name)
@@ -592,9 +601,11 @@ def load(folder: Path, envs=None) -> tuple[Agent, Args]:
 def play(agent: Agent, args: Args, num_levels: int, sample: bool, films=()) -> list[float]:
     """Returns of `eval_episodes` episodes, one in each of as many environments: of more, those that
     end first would be the short ones. The first of them add their frames to `films`."""
-    seed, n = episode_seed(args.seed, 2**31), args.eval_episodes
+    seed = episode_seed(args.seed, 2**31)
+    n = args.eval_episodes
     rng = np.random.default_rng(seed)
-    returns, actions = np.full(n, np.nan), np.zeros(n, int)
+    returns = np.full(n, np.nan)
+    actions = np.zeros(n, int)
     with contextlib.closing(Envs(replace(args, seed=seed, num_levels=num_levels), n)) as envs:
         for _ in range(100_000):
             playing = np.isnan(returns)
@@ -615,7 +626,8 @@ def evaluate(args: Args) -> list[float]:
     all; print each return and, with `capture_video`, record ten of each. Writes nothing else."""
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
     agent, _ = load(args.evaluate)
-    how, videos = "sampled" if args.eval_sample else "greedy", args.evaluate / "videos"
+    how = "sampled" if args.eval_sample else "greedy"
+    videos = args.evaluate / "videos"
     films = min(10, args.eval_episodes) if args.capture_video else 0
     if films:
         refuse_links(args.evaluate)
@@ -737,7 +749,8 @@ def train(args: Args) -> Path:
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
     """Say how to go on or to play; play and record, if that is wanted."""
-    script, folder = f"python {shlex.quote(sys.argv[0])}", shlex.quote(str(run.folder))
+    script = f"python {shlex.quote(sys.argv[0])}"
+    folder = shlex.quote(str(run.folder))
     if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
         folder += f" --env-id {run.args.env_id}"
     if run.status == "running":
