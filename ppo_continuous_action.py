@@ -1082,14 +1082,18 @@ def following(step, args: Args):
     """A compiled step that follows schedules: a number of Args that is not what it was at first is
     given as a tensor, as the learning rate is, so that it is compiled again once and no more."""
     first = dict(vars(args))
+    last = first
+    given = args  # tensors are made where a number changes, not in each step
 
     def follow(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
-        if vars(args) != first:
-            args = copy.copy(args)
-            for name, value in vars(args).items():
+        nonlocal last, given
+        if vars(args) != last:
+            last = dict(vars(args))
+            given = copy.copy(args)
+            for name, value in last.items():
                 if isinstance(first.get(name), float) and value != first[name]:
-                    setattr(args, name, torch.tensor(float(value), device=learning_rate.device))
-        return step(agent, adam, batch, rows, learning_rate, args)
+                    setattr(given, name, torch.tensor(float(value), device=learning_rate.device))
+        return step(agent, adam, batch, rows, learning_rate, given)
 
     return follow
 

@@ -1,5 +1,6 @@
 """`python -m benchmark run` with a toy script; slow: with real ones and on Slurm."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -8,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -792,11 +794,14 @@ CLUSTER = ROOT.parent / "shared" / "slurm" / "cluster"
 def cluster():
     if not CLUSTER.exists():
         pytest.skip("no cluster to bring up")
-    up = subprocess.run([str(CLUSTER), "up"], capture_output=True, text=True)
-    if up.returncode:
-        pytest.skip(f"the cluster did not come up: {up.stderr[-200:]}")
-    yield
-    subprocess.run([str(CLUSTER), "down"], capture_output=True)
+    with open(Path(tempfile.gettempdir()) / "slurm-of-the-tests.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # test processes take turns: there is one cluster
+        up = subprocess.run([str(CLUSTER), "up"], capture_output=True, text=True)
+        if up.returncode:
+            pytest.skip(f"the cluster did not come up: {up.stderr[-200:]}")
+        subprocess.run(["scancel", "--me"], check=True)  # what a killed test has left
+        yield
+        subprocess.run([str(CLUSTER), "down"], capture_output=True)
 
 
 def squeue() -> str:
