@@ -15,7 +15,17 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from program import Clockwork, assert_same, content, rows, run, scalars, status, train_until_killed
+from program import (
+    Clockwork,
+    assert_same,
+    check_both_evaluations,
+    content,
+    rows,
+    run,
+    scalars,
+    status,
+    train_until_killed,
+)
 
 import ppo_kl_adaptive as script
 from ppo_kl_adaptive import PRESETS, Args
@@ -464,14 +474,7 @@ def test_evaluate_plays_the_mean_with_its_time_and_writes_nothing(
     # 1 is paid per step; before each episode an action is ignored
     assert times == [0, *(t for length in returns for t in range(int(length) + 1))][:-1]
     assert script.evaluate(parse(flags)) == returns
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:10] == lines[10:]
-    for i, line in enumerate(lines[:4]):
-        assert line == f"eval_episode={i}, episodic_return={returns[i]:.2f}"
-    drawn = [float(line.split("=")[-1]) for line in lines[4:8]]
-    assert [line.split(",")[0] for line in lines[4:8]] == [f"drawn_episode={i}" for i in range(4)]
-    assert lines[8] == f"greedy, 4 episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}"
-    assert lines[9].startswith(f"drawn, 4 episodes: {np.mean(drawn):.2f} +- ")
+    check_both_evaluations(capsys.readouterr().out, returns)
     assert content(folder) == before
 
 

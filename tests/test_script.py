@@ -18,6 +18,7 @@ import torch
 from program import (
     Clockwork,
     assert_same,
+    check_both_evaluations,
     content,
     installed,
     rows,
@@ -360,14 +361,7 @@ def test_evaluate_is_deterministic_and_writes_nothing(undisturbed, capsys):
     before = content(folder)
     returns, again = (evaluate(folder, "--eval-episodes 4") for _ in range(2))
     assert returns == again and len(returns) == 4
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:10] == lines[10:]
-    for i, line in enumerate(lines[:4]):
-        assert line == f"eval_episode={i}, episodic_return={returns[i]:.2f}"
-    drawn = [float(line.split("=")[-1]) for line in lines[4:8]]
-    assert [line.split(",")[0] for line in lines[4:8]] == [f"drawn_episode={i}" for i in range(4)]
-    assert lines[8] == f"greedy, 4 episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}"
-    assert lines[9].startswith(f"drawn, 4 episodes: {np.mean(drawn):.2f} +- ")
+    check_both_evaluations(capsys.readouterr().out, returns)
     assert content(folder) == before
 
 
