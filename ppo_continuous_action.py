@@ -840,32 +840,38 @@ class Run:
             refuse_links(self.folder)
             path = self.folder / "episodes.csv"
             self.csv = open(path, "a", buffering=1)  # noqa: SIM115
-            fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fail(f"{self.folder}: another process trains in this folder")
         except OSError as error:
             fail(f"no folder for the run: {error}")
-        if not args.resume and (self.folder / "checkpoint.pt").exists():
-            fail(f"a run is there: --resume {self.folder} goes on with it")
-        # what was logged after the checkpoint goes: it will be logged again
-        known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
-        self.csv.truncate(len(b"".join(known)))
-        self.rows = max(len(known) - 1, 0)
-        if not known:
-            self.csv.write("global_step,seconds,return,length\n")
-        self.wandb = None
-        if args.track:
-            import wandb  # before the writer, which it follows
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(self.csv)  # closed, and the folder free again, if what follows fails
+            try:
+                fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fail(f"{self.folder}: another process trains in this folder")
+            except OSError as error:  # a file system without locks
+                fail(f"{self.folder}: {error}")
+            if not args.resume and (self.folder / "checkpoint.pt").exists():
+                fail(f"a run is there: --resume {self.folder} goes on with it")
+            # what was logged after the checkpoint goes: it will be logged again
+            known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
+            self.csv.truncate(len(b"".join(known)))
+            self.rows = max(len(known) - 1, 0)
+            if not known:
+                self.csv.write("global_step,seconds,return,length\n")
+            self.wandb = None
+            if args.track:
+                import wandb  # before the writer, which it follows
 
-            project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            more = {"config": vars(self.args), "sync_tensorboard": True}
-            more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one, however often resumed
-            self.wandb = wandb.init(name=self.folder.name, **project, **more)
-        self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
-        table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
-        self.writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *table]))
-        self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
-        self.write_json("running")
+                project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+                more = {"config": vars(self.args), "sync_tensorboard": True}
+                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one when resumed
+                self.wandb = wandb.init(name=self.folder.name, **project, **more)
+            self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
+            table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
+            self.writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *table]))
+            self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
+            self.write_json("running")
+            undo.pop_all()
 
     def __enter__(self):
         return self

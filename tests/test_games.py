@@ -94,6 +94,21 @@ def test_a_folder_in_use_is_refused(script, tmp_path, capfd):
 
 
 @EVERY
+def test_a_start_that_failed_gives_the_folder_up(script, tmp_path, monkeypatch):
+    """At once, though a notebook keeps the last error with all its frames."""
+    wandb = ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with pytest.raises(AttributeError) as kept:  # it has no `init`
+        train(script, tmp_path / "run", "--track")
+    train(script, tmp_path / "run")
+    with pytest.raises(SystemExit) as also_kept:
+        train(script, tmp_path / "run")
+    go_on(script, tmp_path / "run")
+    assert kept.tb and also_kept.tb
+
+
+@EVERY
 def test_two_runs_of_one_second_get_two_folders(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "time", lambda: 7.0)
