@@ -17,7 +17,7 @@ import numpy as np
 Scores = Sequence[np.ndarray]
 
 # Measured coverage of the 95 % interval of the IQM by (seeds, environments), of normal scores;
-# tests/test_benchmark_report.py measures it again.
+# tests/benchmark/test_report.py measures it again.
 COVERAGE = {(3, 1): 0.76, (5, 1): 0.91, (10, 1): 0.94, (10, 8): 0.94}
 
 

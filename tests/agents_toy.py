@@ -1,4 +1,4 @@
-"""Environments of several agents whose best policy is known, for test_pettingzoo_agents.py: named
+"""Environments of several agents whose best policy is known, for tests of ppo_pettingzoo.py: named
 on the command line as agents_toy:make and the like, with this folder on PYTHONPATH."""
 
 import gymnasium as gym

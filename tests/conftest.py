@@ -4,7 +4,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -15,6 +15,14 @@ torch.set_num_threads(1)
 @pytest.fixture
 def root() -> Path:
     return ROOT
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Small environments for every script, those of scripts.py."""
+    from scripts import small_environments  # not for tests of the harness, which need none
+
+    small_environments(monkeypatch)
 
 
 def pytest_collection_modifyitems(items):

@@ -1,5 +1,6 @@
 """What the tests of scripts as programs share."""
 
+import ast
 import csv
 import importlib.util
 import io
@@ -8,6 +9,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -268,3 +270,34 @@ def check_both_evaluations(said: str, returns: list[float]):
     assert [line.split(",")[0] for line in lines[4:8]] == [f"drawn_episode={i}" for i in range(4)]
     assert lines[8] == f"greedy, 4 episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}"
     assert lines[9].startswith(f"drawn, 4 episodes: {np.mean(drawn):.2f} +- ")
+
+
+def folded(text: str) -> list[str]:
+    """Where a line says two things: two facts in one assignment, or a text times a condition."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Assign(targets=[ast.Tuple()], value=ast.Tuple(elts=values)):
+                two = not any(isinstance(value, ast.Starred) for value in values)
+            case ast.BinOp(op=ast.Mult()):
+                two = any(map(is_text_or_condition, (node.left, node.right)))
+            case _:
+                two = False
+        if two:
+            found.append(ast.unparse(node))
+    return found
+
+
+def is_text_or_condition(node: ast.AST) -> bool:
+    match node:
+        case ast.Constant(value=str()) | ast.JoinedStr() | ast.Compare() | ast.BoolOp():
+            return True
+        case ast.UnaryOp(op=ast.Not()) | ast.Call(func=ast.Name(id="bool")):
+            return True
+    return False
+
+
+def free_port() -> int:
+    with socket.socket() as it:
+        it.bind(("127.0.0.1", 0))
+        return it.getsockname()[1]

@@ -113,9 +113,10 @@ train Breakout-by-2 40 python -m torch.distributed.run --standalone --nproc-per-
   ppo_atari_multigpu.py --device-ids 0 0 $breakout "${sizes[2]}" $graphs --bf16
 
 # (b) the tests that need one
-step tests-trains python -m pytest -m gpu -n $workers -p no:cacheprovider --disable-warnings tests/test_gpu.py
+step tests-trains python -m pytest -m gpu -n $workers -p no:cacheprovider --disable-warnings \
+  tests/every/test_gpu.py
 step tests-graphs python -m pytest -m gpu -n $workers -p no:cacheprovider --disable-warnings \
-  tests/test_{atari,clipped_script,kl_adaptive_script,ppo_cma}.py tests/test_warp.py -k "not warp_trains"
+  tests/ppo_* -k "not warp_trains"
 
 # (c) MuJoCo Warp. The engine first compiles its kernels for each task, which takes a minute, and
 # keeps them: all tasks side by side
@@ -137,7 +138,8 @@ warp warp-tf32 warp-tf32-more "$first" "${worlds[@]:1}" --tf32
 for env_id in "${robots[@]:1:1}"; do
   warp warp warp-more "$env_id" "${worlds[@]}"
 done
-step tests-warp python -m pytest -m gpu -n $workers -p no:cacheprovider --disable-warnings tests/test_warp.py -k warp_trains
+step tests-warp python -m pytest -m gpu -n $workers -p no:cacheprovider --disable-warnings \
+  tests/ppo_continuous_action_warp -k warp_trains
 
 # (d) HalfCheetah by C MuJoCo in EnvPool's threads, 64 environments: a million steps, the second time
 # with what the compiler has kept; then where the time goes

@@ -1,6 +1,6 @@
 """ppo_atari_lstm.py: the recurrent state where episodes end, its replay in learning, acting with
 it, and the script as a program. Most tests replace EnvPool's games by Frame, whose ends are known.
-What all scripts promise is in test_faults*.py and test_promises.py."""
+What all scripts promise is in every/."""
 
 import hashlib
 import math

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from program import ROOT, rows, scalars, status
-from test_atari import SMALL, STEPS, free_port, toys, train  # noqa: F401
+from program import ROOT, free_port, rows, scalars, status
+from scripts import SMALL, train
 
 import ppo_atari_multigpu as script
 
 SCRIPT = Path(script.__file__)
+STEPS = 32  # of an iteration
 pytestmark = pytest.mark.slow
 
 # A worker that plays Toys, and in a step of its choice does something else
@@ -49,7 +50,7 @@ def launch(folder: Path, flags: str, fault: str = "pass", torchrun: str = ALONE)
     paths = [str(ROOT), str(ROOT / "tests")]
     worker.write_text(WORKER.format(paths=paths, fault=fault, script=str(SCRIPT)))
     command = [sys.executable, "-m", "torch.distributed.run", *torchrun.split(), str(worker)]
-    flags = f"{SMALL} --run-dir run {flags}"
+    flags = f"{SMALL['ppo_atari_multigpu']} --run-dir run {flags}"
     with (folder / "log").open("a") as log:
         return subprocess.Popen([*command, *flags.split()], cwd=folder, stdout=log, stderr=log)
 
@@ -124,8 +125,8 @@ def test_wrong_arguments_are_said_once(flags, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_finished_run_is_not_begun_again(tmp_path, toys):  # noqa: F811
-    train(tmp_path / "run")
+def test_a_finished_run_is_not_begun_again(tmp_path, small):
+    train("ppo_atari_multigpu", tmp_path / "run", iterations=3)
     process = launch(tmp_path, f"--total-timesteps {8 * STEPS}")
     assert end_of(process) != [0]
     assert (tmp_path / "log").read_text().count("a finished run is there") == 1
@@ -185,9 +186,9 @@ def test_a_signal_to_one_rank_stops_all(tmp_path):
     assert status(tmp_path / "run") == "running"
 
 
-def test_a_run_of_one_process_goes_on_with_two(tmp_path, toys):  # noqa: F811
-    train(tmp_path / "run")
-    flags = f"{SMALL} --resume run --total-timesteps {5 * STEPS}"
+def test_a_run_of_one_process_goes_on_with_two(tmp_path, small):
+    train("ppo_atari_multigpu", tmp_path / "run", iterations=3)
+    flags = f"{SMALL['ppo_atari_multigpu']} --resume run --total-timesteps {5 * STEPS}"
     command = [sys.executable, "-m", "torch.distributed.run", *ALONE.split(), str(SCRIPT)]
     done = subprocess.run([*command, *flags.split()], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

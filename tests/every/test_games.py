@@ -12,13 +12,11 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-import envpool
 import numpy as np
 import pytest
 import torch
-from program import Levels, Toy, content, installed, rows, scalars, status, toy, write_checkpoint
-from test_pettingzoo import SMALL as DUEL
-from test_pettingzoo import Duel, duel  # noqa: F401 (a fixture)
+from program import Levels, Toy, content, installed, rows, scalars, status, write_checkpoint
+from scripts import Duel, small_environments
 
 ENVPOOL = (
     "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1 "
@@ -28,7 +26,10 @@ FLAGS = {
     "ppo_atari_multigpu": ENVPOOL,
     "ppo_atari_lstm": ENVPOOL,
     "ppo_procgen": f"{ENVPOOL} --eval-episodes 2",
-    "ppo_pettingzoo_ma_atari": f"{DUEL} --env-id duel_v0 --eval-interval 99",
+    "ppo_pettingzoo_ma_atari": (
+        "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1 "
+        "--no-cuda --checkpoint-interval 2 --eval-episodes 2 --env-id duel_v0 --eval-interval 99"
+    ),
     "ppo_continuous_action_warp": (
         "--env-id Pendulum-v1 --num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 "
         "--hidden 8 --no-cuda --checkpoint-interval 2"
@@ -41,8 +42,8 @@ PIXELS = pytest.mark.parametrize("script", [MULTI, LSTM, PROCGEN, TWO])
 
 
 @pytest.fixture(autouse=True)
-def small_environments(monkeypatch, duel):  # noqa: F811
-    monkeypatch.setattr(envpool, "make", toy)
+def environments(monkeypatch):
+    small_environments(monkeypatch)
 
 
 def parse(script: str, flags: str):

@@ -1,5 +1,5 @@
 """ppo_cma.py as a program: command line, run folder, resume, saved policy, evaluation. What kills,
-signals and damage do is in test_faults.py."""
+signals and damage do is in every/."""
 
 import json
 import os

@@ -16,7 +16,7 @@ import pytest
 from benchmark import data
 from benchmark.tune import dimension, flag, tune
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 # Its return is highest, 100 + seed, at x = 0.3 and kind a. It notes every start in starts.txt.
 FAKE = """
 import argparse, json, math, os, signal, sys, time

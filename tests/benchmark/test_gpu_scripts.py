@@ -47,7 +47,7 @@ def test_gpu_steps_are_done_once_and_in_order(tmp_path):
     assert [line.split(",")[1:2] + line.split(",")[3:] for line in minutes] == [[name, "0"]]
     first = turn()
     parts = ["gpu_device", "ppo_atari_multigpu --env", "gpu_overlap", "nproc-per-node=2"]
-    parts += ["tests/test_atari.py", "gpu_warp", "HalfCheetah-v4 --tf32 --run-dir", "Ant-v4 --tf32"]
+    parts += ["tests/ppo_", "gpu_warp", "HalfCheetah-v4 --tf32 --run-dir", "Ant-v4 --tf32"]
     parts += ["envpool:HalfCheetah-v4", "Pong-v5", "ppo_procgen"]
     places = [next(i for i, line in enumerate(first) if part in line) for part in parts]
     assert places == sorted(places)

@@ -14,7 +14,7 @@ import pytest
 from benchmark import peers
 from benchmark.speed import Cost, Program, built_in, holds, program, speed, summarise
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 # Takes --cost seconds of CPU and --idle seconds of sleep per step, and --start of both before.
 TOY = """
 import argparse, json, os, subprocess, sys, time

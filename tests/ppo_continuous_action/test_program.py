@@ -1,6 +1,5 @@
 """ppo.py and ppo_continuous_action.py as programs: command line, run folder, resume, saved policy,
-evaluation, compilers. What all scripts promise is in test_promises.py, what kills,
-signals and damage do in test_faults.py, what environments do in test_faults_environments.py."""
+evaluation, compilers. What all scripts promise is in every/."""
 
 import contextlib
 import importlib.util

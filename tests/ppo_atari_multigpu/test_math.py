@@ -1,13 +1,12 @@
 """ppo_atari_multigpu.py: the same on one process and on many, its environments, and as a program.
 Most tests replace EnvPool's games by Toy, whose ends, lives and scores are known. What all scripts
-promise is in test_faults*.py and test_promises.py."""
+promise is in every/."""
 
 import hashlib
 import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ import envpool
 import numpy as np
 import pytest
 import torch
-from program import ROOT, Toy, assert_same, rows, scalars, status
+from program import ROOT, Toy, assert_same, free_port, rows, scalars, status
 from replay import Waits, no_graphs_but_tapes
 
 import ppo_atari_multigpu as script
@@ -124,7 +123,7 @@ RANK = """
 import os, sys
 sys.path[:0] = {paths!r}
 import envpool, torch
-import test_atari as tests
+import test_math as tests
 script = tests.script
 torch.set_num_threads(1)
 envpool.make = tests.Toy
@@ -140,13 +139,7 @@ agents, plain = [], script.flat_adam
 script.flat_adam = lambda agent: agents.append(agent) or plain(agent)
 script.train(script.parse_args(argv))
 torch.save(agents[0].vector, f"parameters{{rank}}.pt")
-""".format(paths=[str(ROOT), str(ROOT / "tests")])
-
-
-def free_port() -> int:
-    with socket.socket() as it:
-        it.bind(("127.0.0.1", 0))
-        return it.getsockname()[1]
+""".format(paths=[str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)])
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """docs/ and README.md say what the scripts are: links, flags, logged tags, tables."""
 
 import gzip
-import importlib
 import json
 import math
 import re
@@ -10,23 +9,14 @@ import tomllib
 import numpy as np
 import pytest
 from program import scalars
-from test_pettingzoo import SMALL as DUEL
-from test_pettingzoo import duel  # noqa: F401 (a fixture)
-from test_promises import STEPS, start, toys  # noqa: F401 (a fixture)
+from scripts import train
 
 from benchmark.published import RESULTS, docs, tables
 
 SCRIPTS = sorted(path.stem for path in docs.DOCS.parent.glob("ppo*.py"))
-OTHERS = {  # a short run with all that is logged
-    "ppo_continuous_action_warp": (
-        "--env-id Pendulum-v1 --num-envs 2 --num-steps 210 --no-stagger-episodes --hidden 8 "
-        "--update-epochs 1 --no-cuda --total-timesteps 420"
-    ),
-    "ppo_pettingzoo": (
-        "--env-id agents_toy:make --num-envs 2 --num-steps 16 --num-minibatches 2 --no-cuda "
-        "--total-timesteps 64"
-    ),
-    "ppo_pettingzoo_ma_atari": f"{DUEL} --env-id duel_v0 --eval-interval 1 --total-timesteps 64",
+MORE = {  # with which all is logged that can be
+    "ppo_continuous_action_warp": "--num-envs 2 --num-steps 210 --no-stagger-episodes",
+    "ppo_pettingzoo_ma_atari": "--eval-interval 1",
 }
 EVERY = pytest.mark.parametrize("script", SCRIPTS)
 
@@ -42,15 +32,10 @@ def test_every_table_is_shown():
 
 
 @EVERY
-@pytest.mark.usefixtures("toys", "duel")
+@pytest.mark.usefixtures("small")
 def test_a_page_for_each_script(script, tmp_path):
     """It explains all that is logged, and leads to the code."""
-    module = importlib.import_module(script)
-    if script in OTHERS:
-        flags = f"{OTHERS[script]} --run-dir {tmp_path / 'run'}"
-        module.train(module.parse_args(flags.split()))
-    else:
-        start(module, f"--run-dir {tmp_path / 'run'} --total-timesteps {STEPS[module]}")
+    train(script, tmp_path / "run", MORE.get(script, ""), iterations=14)
     text = (docs.DOCS / f"{script}.md").read_text()
     section = text.split("## What is logged")[1].split("\n## ")[0]
     explained = set(re.findall(r"(?:charts|losses)/[\w-]+", section))

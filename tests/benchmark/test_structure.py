@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from program import ROOT
+from program import ROOT, folded
 
 HARNESS = ROOT / "benchmark"
 FILES = sorted(HARNESS.rglob("*.py"))
@@ -99,31 +99,6 @@ def test_the_harness_knows_no_script(path):
     assert scripts_in(path.read_text()) == []
     text = '"""python ppo.py"""\nprint("ppo_cma.py")\nimport ppo\nppos = "apple"\n'
     assert sorted(scripts_in(text)) == ["ppo", "ppo_cma.py"]
-
-
-def folded(text: str) -> list[str]:
-    """Where a line says two things: two facts in one assignment, or a text times a condition."""
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        match node:
-            case ast.Assign(targets=[ast.Tuple()], value=ast.Tuple(elts=values)):
-                two = not any(isinstance(value, ast.Starred) for value in values)
-            case ast.BinOp(op=ast.Mult()):
-                two = any(map(is_text_or_condition, (node.left, node.right)))
-            case _:
-                two = False
-        if two:
-            found.append(ast.unparse(node))
-    return found
-
-
-def is_text_or_condition(node: ast.AST) -> bool:
-    match node:
-        case ast.Constant(value=str()) | ast.JoinedStr() | ast.Compare() | ast.BoolOp():
-            return True
-        case ast.UnaryOp(op=ast.Not()) | ast.Call(func=ast.Name(id="bool")):
-            return True
-    return False
 
 
 # The GPU programs still have three such lines.

@@ -5,9 +5,7 @@ import hashlib
 import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import gymnasium as gym
 import numpy as np
@@ -24,6 +22,7 @@ from program import (
     train_until_killed,
     write_checkpoint,
 )
+from scripts import small_environments
 
 import ppo_pettingzoo_ma_atari as script
 from ppo_pettingzoo_ma_atari import Args
@@ -54,77 +53,10 @@ TWO = {  # PettingZoo's games for two, and how many actions each has
 }  # fmt: skip
 
 
-class Duel:
-    """What Envs needs of a game of PettingZoo and its ale. Player 0 gets 3 points a frame, player 1
-    one; who takes action 2 gets 5 more. Player 1 dies in frame `death`, the game ends in `end`."""
-
-    possible_agents, action_mapping = ("first_0", "second_0"), np.arange(4)
-    death, end = 10, 22
-
-    def __init__(self):
-        self.ale, self.t, self.games = self, 0, 0
-
-    def getScreenDims(self):
-        return 160, 210
-
-    def getScreenGrayscale(self):
-        return np.full((210, 160, 1), (self.t * 7 + self.games) % 256, np.uint8)
-
-    def getScreenRGB(self):
-        return np.zeros((210, 160, 3), np.uint8)
-
-    def reset_game(self):
-        self.t, self.games = -100, self.games + 1
-
-    def allLives(self):
-        return np.array([0, -1 if self.t >= self.death else 0])
-
-    def game_over(self):
-        return self.t >= self.end
-
-    def act(self, actions):
-        if self.t < 0:  # no-ops
-            assert not actions.any()
-            return np.zeros(2, np.intc)
-        assert not self.game_over()
-        assert self.t < self.death or actions[1] == 0  # the dead do nothing
-        self.t += 1
-        return np.array([3, 1]) + 5 * (np.asarray(actions) == 2)
-
-    def reset(self, seed):
-        self.reset_game()
-        self.games = seed % 100
-
-    def clone_full_state(self):
-        return self.games
-
-    def restore_full_state(self, state):
-        self.games = state
-
-    def close(self):
-        pass
-
-
 @pytest.fixture
 def duel(monkeypatch):
     """--env-id duel_v0, and another of the same kind"""
-    module = ModuleType("pettingzoo.atari.duel_v0")
-
-    def parallel_env(**more):
-        game = Duel()
-        game.unwrapped = game
-        return game
-
-    module.parallel_env = parallel_env
-    for name in ("duel_v0", "other_v0"):
-        monkeypatch.setitem(sys.modules, f"pettingzoo.atari.{name}", module)
-    plain = script.Envs.reset
-
-    def reset(envs, g):  # the clock starts when the no-ops are over
-        plain(envs, g)
-        envs.ales[g].t = 0
-
-    monkeypatch.setattr(script.Envs, "reset", reset)
+    small_environments(monkeypatch)
 
 
 def parse(flags: str) -> Args:

@@ -1,5 +1,5 @@
 """ppo_kl_adaptive.py as a program: command line, run folder, resume, evaluation, compilation. What
-all scripts promise is in test_promises.py, test_faults.py and test_faults_environments.py."""
+all scripts promise is in every/."""
 
 import json
 import os
