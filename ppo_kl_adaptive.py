@@ -1064,7 +1064,7 @@ def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]
         envs.close()
     try:
         agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         fail(f"{folder}: its agent does not fit the environment: {error}")
     return agent, args
 

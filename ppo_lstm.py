@@ -1375,7 +1375,7 @@ def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]
         fail(f"{folder}: its agent sees {seen}, the environment shows {shown}")
     try:
         agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         fail(f"{folder}: its agent does not fit the environment and the flags: {error}")
     return agent, args
 
@@ -1504,7 +1504,7 @@ def restore(agent: Agent, memory: torch.Tensor, checkpoint: dict, folder: Path):
     try:
         agent.adam.load_state_dict(checkpoint["adam"])
         memory.copy_(checkpoint["memory"])
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         fail(f"{folder}: its checkpoint does not fit: {error!r}")
 
 

@@ -1093,7 +1093,7 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
         envs.close()
     try:
         agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         fail(f"{folder}: its agent does not fit the environment: {error}")
     return agent, args
 
@@ -1191,7 +1191,7 @@ def restore(agent: Agent, checkpoint: dict, folder: Path):
     try:
         agent.adam.load_state_dict(checkpoint["adam"])
         agent.rng.bit_generator.state = checkpoint["rng"]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         fail(f"{folder}: its checkpoint does not fit: {error!r}")
 
 

