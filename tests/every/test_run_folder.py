@@ -35,6 +35,7 @@ from scripts import (
     small_environments,
     train,
 )
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 MULTI, LSTM, PROCGEN = POOLS
 AGENTS, PLAYERS, WARP = "ppo_pettingzoo", "ppo_pettingzoo_ma_atari", "ppo_continuous_action_warp"
@@ -312,9 +313,11 @@ def test_a_damaged_checkpoint_is_one_line(script, kept, capfd):
     for data in (b"", b"to do: train\n" * 99, *halves):
         path.write_bytes(data)
         check("no checkpoint.pt")
-    for data in (good["agent"], good | {"args": args}):  # weights alone; an unknown argument
+    alone, unknown = good["agent"], good | {"args": args}  # weights; an argument
+    for data, error in ((alone, "KeyError"), (unknown, "TypeError")):
         torch.save(data, path)
         check("no checkpoint.pt")
+        refused(capfd, error, importlib.import_module(script).load, kept)
     torch.save(good | {"agent": {}}, path)
     check("its ")
     path.unlink()
@@ -533,9 +536,13 @@ def test_what_a_run_writes(script, runs):
     each = [[step, f"{float(score):.4f}"] for step, score, _ in rows(folder)[1:]]
     if script != WARP:  # whose episodes are thousands
         assert [list(line) for line in printed] == each
-    assert f"return {final} over the last 100 episodes; play: python " in said
     named = f" {NAMED[script]}" if script in NAMED else ""
-    assert said.splitlines()[-1].endswith(f" --evaluate {folder}{named}") or script == PROCGEN
+    last = (
+        f"return {final} over the last 100 episodes; play: python \\S+ --evaluate {folder}{named}"
+    )
+    assert re.search(f"^{last}$", said, re.M)
+    table = EventAccumulator(str(folder)).Reload().Tensors("hyperparameters/text_summary")
+    assert b"|total_timesteps|" in table[0].tensor_proto.string_val[0]
 
 
 @EVERY
@@ -563,12 +570,13 @@ def test_of_episodes_that_end_at_one_step_tensorboard_has_the_mean(script, runs)
 
 
 @EVERY
-def test_a_run_goes_on_with_other_flags(script, kept, runs):
+def test_a_run_goes_on_with_other_flags(script, kept, runs, capfd):
     """What was logged stays, and what comes next is by the new flags."""
-    flags = "--learning-rate 1e-4 --gamma 0.5"
+    flags = "--learning-rate 1e-4 --gamma 0.5 --quiet"
     if hasattr(importlib.import_module(script).Args, "anneal_lr"):
         flags += " --no-anneal-lr"
     resumed = go_on(script, kept, flags)
+    assert "episodic_return" not in capfd.readouterr().out
     args = json.loads((kept / "run.json").read_text())["args"]
     assert (args["learning_rate"], args["gamma"]) == (1e-4, 0.5)
     assert (resumed["args"].learning_rate, resumed["args"].gamma) == (1e-4, 0.5)
