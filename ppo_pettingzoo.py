@@ -1190,6 +1190,10 @@ def restore(agent: Agent, checkpoint: dict, folder: Path):
     """Set the optimizer and the random numbers to what the checkpoint has."""
     try:
         agent.adam.load_state_dict(checkpoint["adam"])
+        for parameter, state in agent.adam.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if state[name].shape != parameter.shape:
+                    raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
         agent.rng.bit_generator.state = checkpoint["rng"]
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         fail(f"{folder}: its checkpoint does not fit: {error!r}")
