@@ -645,7 +645,7 @@ def load_adam(adam: torch.optim.Adam, state: dict):
     parameters = [p for group in adam.param_groups for p in group["params"]]
     for number, gathered in state.items():
         for name, x in gathered.items():
-            if x.dim() and x.shape != parameters[number].shape:
+            if name != "step" and x.shape != parameters[number].shape:
                 raise ValueError(f"{name} of parameter {number} has shape {tuple(x.shape)}")
     adam.load_state_dict(adam.state_dict() | {"state": state})
 

@@ -369,7 +369,12 @@ OWN = {  # of what else there is in a checkpoint
         "played": FEWER,
     },
     "ppo_kl_adaptive": {
-        "optimizers": [None, {}, {"policy": {0: {"exp_avg": torch.zeros(3)}}}],
+        "optimizers": [
+            None,
+            {},
+            {"policy": {0: {"exp_avg": torch.zeros(3)}}},
+            {"policy": {0: {"exp_avg": torch.zeros(()), "exp_avg_sq": torch.zeros(())}}},
+        ],
         "servo": [None, {}, {"beta": "much"}],
         "replay": [None, (torch.zeros(4, 9), torch.zeros(4))],
         "rng": RNG,
@@ -415,9 +420,10 @@ def test_fields_of_wrong_types_or_shapes_are_one_line(script, kept, capfd):
     wrong += [(name, x[..., :-1]) for name, x in good.items() if isinstance(x, torch.Tensor)]
     for name in good.keys() & {"adam", "optimizer"}:
         states = good[name].get("state")
-        if states:  # PyTorch would take moments of any shape, and write beyond their end
-            other = states | {0: states[0] | {"exp_avg": torch.zeros(3)}}
-            wrong.append((name, good[name] | {"state": other}))
+        for shape in ((3,), ()):  # PyTorch would take moments of any, and write beyond their end
+            if states:
+                other = states | {0: states[0] | {"exp_avg": torch.zeros(shape)}}
+                wrong.append((name, good[name] | {"state": other}))
     known = {"script", "args", "wandb", "names", "cuda_rng"}
     assert good.keys() - known == {name for name, _ in wrong} - {"args"}
     for name, value in wrong:
