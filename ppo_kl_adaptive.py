@@ -627,9 +627,11 @@ def load_adam(adam: torch.optim.Adam, state: dict):
     """Set what an optimizer has gathered; its settings stay those of the code."""
     parameters = [p for group in adam.param_groups for p in group["params"]]
     for number, gathered in state.items():
-        for name, x in gathered.items():
-            if name != "step" and x.shape != parameters[number].shape:
+        for name in gathered.keys() - {"step"}:
+            x = gathered[name]
+            if x.shape != parameters[number].shape:
                 raise ValueError(f"{name} of parameter {number} has shape {tuple(x.shape)}")
+            gathered[name] = torch.empty_like(parameters[number]).copy_(x)  # in its layout
     adam.load_state_dict(adam.state_dict() | {"state": state})
 
 

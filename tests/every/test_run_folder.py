@@ -403,6 +403,7 @@ OWN = {  # of what else there is in a checkpoint
         "envs": [None, {}],
     },
 }
+TORCH_S_ADAM = [script for script in SMALL if script not in ("ppo", "ppo_continuous_action", WARP)]
 OWN_ARGS = {
     WARP: [{"hidden": (8, "8")}],
     MULTI: [{"device_ids": ["0"]}, {"backend": "mine"}, {"num_steps": "8"}],
@@ -432,6 +433,22 @@ def test_fields_of_wrong_types_or_shapes_are_one_line(script, kept, capfd):
     for name in good.keys() - {"script", "wandb", "names", "counters", "returns", "played"}:
         torch.save({key: x for key, x in good.items() if key != name}, path)
         refused(capfd, f"{script}.py: ", go_on, script, kept)
+
+
+@pytest.mark.parametrize("script", TORCH_S_ADAM)
+def test_moments_are_taken_in_whatever_their_layout(script, kept):
+    """PyTorch's fused Adam takes memory as it lies, and would write beyond that of one number."""
+    good = torch.load(kept / "checkpoint.pt", weights_only=True)
+    value = {"state": good.get("optimizers", {}).get("value")}
+    state = good.get("adam", good.get("optimizer", value))["state"]
+    last = []
+    for folder, dense in ((kept.parent / "expanded", False), (kept.parent / "dense", True)):
+        shutil.copytree(kept, folder)
+        zeros = torch.zeros(1).expand(state[0]["exp_avg"].shape)
+        state[0]["exp_avg"] = zeros.contiguous() if dense else zeros
+        torch.save(good, folder / "checkpoint.pt")
+        last.append(go_on(script, folder)["agent"])
+    assert_same(*last)
 
 
 def test_emulators_are_not_in_a_checkpoint(runs):
