@@ -507,12 +507,13 @@ def test_a_module_is_imported_only_if_the_command_names_it(script, kept, monkeyp
     env_id = f"{own}:{ {AGENTS: 'make', WARP: 'Simulation'}.get(script, f'{own}-v0') }"
     resume = lambda: module.train(parse(script, f"--resume {kept}"))  # noqa: E731
     play = lambda: module.evaluate(parse(script, f"--evaluate {kept}"))  # noqa: E731
-    for named in (own, f"run.{own}", ":", "a:b:c", env_id):
+    modules = script not in (*POOLS, PLAYERS)  # they have the games of a package alone
+    for named in (env_id, own, f"run.{own}", ":", "a:b:c")[: 5 if modules else 1]:
         torch.save(good | {"args": good["args"] | {"env_id": named}}, path)
         for use in (resume, play, lambda: module.load(kept)):
             refused(capfd, "--env-id ", use)
     assert own not in sys.modules and not mark.exists()
-    if script in (*POOLS, PLAYERS):  # they have the games of a package alone
+    if not modules:
         return
     given = f"--env-id {env_id}"
     go_on(script, kept, given)

@@ -308,14 +308,6 @@ def test_video_of_the_final_policy(script, undisturbed, tmp_path):
     assert_same(plain(checkpoint, **same), plain(undisturbed[1]))
 
 
-MODULE = """
-import gymnasium as gym
-from program import Clockwork
-space = gym.spaces.Discrete(2) if {discrete} else gym.spaces.Box(-1, 1, (1,))
-gym.register("Own-v0", Clockwork, kwargs={{"action_space": space}})
-"""
-
-
 def test_dm_control(tmp_path):
     flags = "--env-id dm_control/cartpole-balance-v0 --total-timesteps 128"
     train(ppo_continuous_action, tmp_path, flags)
