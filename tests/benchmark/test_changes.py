@@ -14,9 +14,8 @@ from torch.utils.tensorboard import SummaryWriter
 import ppo_continuous_action as script
 from benchmark.published.studies import change
 
-PATCHES = sorted(
-    path.stem for path in (change.HERE / "changes").glob("[!c]*.patch")
-)  # not cma-, coady-
+CLIPPED = (change.HERE / "changes").glob("[!c]*.patch")  # not cma- and coady-
+PATCHES = sorted(path.stem for path in CLIPPED)
 FLAGS = (
     "--env-id Pendulum-v1 --num-steps 256 --num-minibatches 4 --total-timesteps 768 --no-compile "
     "--no-cuda --log-std-init -2 --checkpoint-interval 1"
