@@ -198,7 +198,7 @@ def kl_adaptive():
 
 
 GOALS = {"Pong-v5": (0, 10, 18), "Breakout-v5": (10, 50, 100), "BeamRider-v5": (500, 1000, 1900)}
-SCRIPTS = ("ppo_continuous_action", "ppo_kl_adaptive 500k", "ppo_cma 1M")
+SCRIPTS = ("ppo_continuous_action", "ppo_kl_adaptive 200k", "ppo_cma 1M")
 
 
 def learning(algorithms: Sequence[str], env_ids: Sequence[str], more: int = 0) -> tuple:
@@ -299,7 +299,7 @@ STUDY = {
     "ppo_continuous_action study-clip-vloss": "`--clip-vloss`",
     "ppo_continuous_action study-target-kl": "`--target-kl 0.02`",
 }
-COADY = {"ppo_kl_adaptive 500k-lam-1": "`--lam 1`: no GAE"}
+COADY = {"ppo_kl_adaptive 200k-lam-1": "`--lam 1`: no GAE"}
 for name, lines in sorted(PATCHES.items()):
     if name.startswith("cma-"):
         CHANGES[f"change {name}"] = lines[0]

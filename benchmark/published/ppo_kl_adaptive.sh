@@ -15,13 +15,13 @@ bench --env-ids HumanoidStandup-v4 --command "$five --total-timesteps 1200000" -
 bench --env-ids CartPole-v1 --command "$twenty --total-timesteps 200000"
 
 # Four claims of the post: each part of the algorithm is taken away in turn
-steps="--total-timesteps 500000"
+steps="--total-timesteps 200000"
 for seed in ${SEEDS:-1 2 3}; do
   for env_id in Hopper-v4 HalfCheetah-v4; do
     batch=""
     [[ $env_id == HalfCheetah-v4 ]] && batch="--episodes-per-batch 5"
-    seed --env-ids $env_id --variant 500k --command "python ppo_kl_adaptive.py $batch $steps"
-    seed --env-ids $env_id --variant 500k-lam-1 --command "python ppo_kl_adaptive.py $batch $steps --lam 1"
+    seed --env-ids $env_id --variant 200k --command "python ppo_kl_adaptive.py $batch $steps"
+    seed --env-ids $env_id --variant 200k-lam-1 --command "python ppo_kl_adaptive.py $batch $steps --lam 1"
     for change in coady-{no-hinge,no-early-stop,fixed-rate}; do
       seed --env-ids $env_id --variant $change \
         --command "python benchmark/published/studies/change.py $change $batch $steps"
