@@ -5,6 +5,7 @@ import fcntl
 import importlib
 import io
 import json
+import math
 import os
 import pickle
 import re
@@ -199,10 +200,7 @@ def test_links_are_not_written_through(script, kept, capfd):
 @EVERY
 def test_folders_that_cannot_be_are_one_line(script, tmp_path, capfd):
     (tmp_path / "file").write_text("mine\n")
-    names = ["file", "file/run", "/proc/run"]
-    if script != MULTI:  # which looks there for a run that was cut off
-        names.append("x" * 300)
-    for name in names:
+    for name in ("file", "file/run", "/proc/run", "x" * 300):
         refused(capfd, str(tmp_path / name), train, script, tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "mine\n"
@@ -612,10 +610,13 @@ def test_a_run_goes_on_with_other_flags(script, kept, runs, capfd):
     before, after = scalars(runs(script)), scalars(kept)
     assert {tag: points[: len(before[tag])] for tag, points in after.items()} == before
     assert rows(kept)[: len(rows(runs(script)))] == rows(runs(script))
-    (_, rate), multiplier = after["charts/learning_rate"][-1], 1.0
+    _, rate = after["charts/learning_rate"][-1]
+    multiplier = 1.0
     if script == "ppo_kl_adaptive":
         _, multiplier = after["charts/lr_multiplier"][-1]
-    if script != WARP:  # which goes on from the rate to which the KL has moved it
+    if script == WARP:  # the KL may have moved it since
+        assert round(math.log(rate / 1e-4, 1.5), 3) in (-1, 0, 1)
+    else:
         assert rate == pytest.approx(1e-4 * multiplier)
 
 
