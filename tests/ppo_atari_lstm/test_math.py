@@ -12,7 +12,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from program import ROOT, Toy, assert_same, installed, rows, run, scalars, status
+from program import Toy, assert_same, rows, scalars, status
 
 import ppo_atari_lstm as script
 import ppo_atari_multigpu
@@ -687,17 +687,6 @@ def test_compiled_learns_nearly_the_same(capsys):
     torch.testing.assert_close(*after, atol=1e-5, rtol=0)
 
 
-def test_without_a_compiler_one_line_and_on(frames, tmp_path, monkeypatch, capsys):
-    def missing(*args, **kwargs):
-        raise RuntimeError("no g++")
-
-    monkeypatch.setattr(torch, "compile", missing)
-    train(tmp_path / "run", "--compile")
-    out = capsys.readouterr().out
-    assert out.count("--compile: no working compiler (RuntimeError), going on eagerly") == 1
-    assert status(tmp_path / "run") == "finished"
-
-
 def test_what_is_not_finite_is_not_saved(frames, tmp_path, monkeypatch):
     plain = script.rollout
 
@@ -712,46 +701,3 @@ def test_what_is_not_finite_is_not_saved(frames, tmp_path, monkeypatch):
     assert status(tmp_path / "run") == "failed"
 
 
-WRONG = [
-    ("--num-minibatches 5", "--num-minibatches 5: not in 1 ... 4"),
-    ("--num-minibatches 0", "--num-minibatches 0: not in 1 ..."),
-    ("--num-steps 1 --num-minibatches 4", "--minibatch-size 1: not in 2 ..."),
-    ("--learning-rate nan", "--learning-rate nan: not in"),
-    ("--env-id CartPole-v1", "--env-id CartPole-v1: EnvPool has no such Atari game"),
-    ("--resume nowhere", "nowhere: no checkpoint.pt that can be read"),
-    ("--resume run --run-dir new", "--resume goes on in its folder"),
-    ("--resume run --num-envs 5", "run goes on with its 4 environments of Breakout-v5"),
-    ("--resume run --env-id Pong-v5", "run goes on with its 4 environments of Breakout-v5"),
-    ("--run-dir run", "a run is there: --resume run"),
-    ("--capture-video", "moviepy 2 is not installed: pip install 'moviepy>=2'"),
-    ("--no-such-flag", "--no-such-flag"),
-]
-
-
-@pytest.mark.parametrize(("flags", "says"), WRONG)
-def test_wrong_arguments_end_with_2_and_leave_nothing(
-    flags, says, frames, tmp_path, monkeypatch, capfd
-):
-    installed(monkeypatch, moviepy=False)
-    monkeypatch.chdir(tmp_path)
-    train(Path("run"))
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as end:
-        script.train(small(f"--total-timesteps {2 * STEPS} {flags}"))
-    assert end.value.code == 2
-    err = " ".join(word for word in capfd.readouterr().err.split() if word != "│")
-    assert says in err
-    assert "Traceback" not in err
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-
-
-def test_a_program_by_itself(tmp_path):
-    """Copied alone into an empty folder, on EnvPool's own game."""
-    copy = tmp_path / "copied.py"
-    copy.write_text((ROOT / "ppo_atari_lstm.py").read_text())
-    flags = f"{SMALL} --env-id Breakout-v5 --total-timesteps {2 * STEPS} --run-dir run".split()
-    done = run(copy, *flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "Breakout-v5 on cpu, eager, 2 iterations, in run" in done.stdout + done.stderr
-    assert status(tmp_path / "run") == "finished"
