@@ -464,16 +464,15 @@ def test_an_environment_that_never_ends_is_told(script, place, monkeypatch, capf
     monkeypatch.setattr(Watch, "step", together)
     monkeypatch.setattr(gym.wrappers.TimeLimit, "step", lambda self, a: self.env.step(a))
     module, folder = importlib.import_module(script), place(script) / "run"
-    env_id = "--env-id agents_toy:make" if script == "ppo_pettingzoo" else ""
     assert shortened(monkeypatch, module, 60) == 1
-    refused(capfd, "100,000 steps", evaluate, script, folder, f"{env_id} --eval-episodes 2")
+    refused(capfd, "100,000 steps", evaluate, script, folder, "--eval-episodes 2")
     if script in GYMNASIUM:  # as the line says
         monkeypatch.undo()
         monkeypatch.setattr(Clockwork, "step", endless)
         limit = """--env-kwargs {"max_episode_steps":50}"""
         assert evaluate(script, folder, limit) == [50.0] * 10
     if script == "ppo_pettingzoo":
-        assert evaluate(script, folder, f"{env_id} --max-episode-steps 50") == [50.0] * 10
+        assert evaluate(script, folder, "--max-episode-steps 50") == [50.0] * 10
 
 
 # --- flags ----------------------------------------------------------------------------------------

@@ -73,11 +73,6 @@ def runs(tmp_path_factory):
     return get
 
 
-def again(script: str) -> str:
-    """A module that is not gymnasium's must be named again."""
-    return "--env-id agents_toy:make" if script == AGENTS else ""
-
-
 def spaces(module, args):
     """What an agent is made for."""
     if module.__name__ == AGENTS:
@@ -152,9 +147,8 @@ def test_evaluation_repeats_and_writes_nothing(script, runs, capsys):
     folder, _ = runs(script)
     before = content(folder)
     capsys.readouterr()
-    flags = f"--eval-episodes 4 {again(script)}"
-    returns = evaluate(script, folder, flags)
-    assert evaluate(script, folder, flags) == returns
+    returns = evaluate(script, folder, "--eval-episodes 4")
+    assert evaluate(script, folder, "--eval-episodes 4") == returns
     assert content(folder) == before
     said = capsys.readouterr().out
     if script in DRAWN:
@@ -179,7 +173,7 @@ def test_what_a_tracked_run_needs_its_policy_does_not(script, runs, tmp_path, mo
     saved["args"].track = saved["args"].capture_video = True
     write_checkpoint(tmp_path, saved)
     assert importlib.import_module(script).load_checkpoint(tmp_path)["args"].track
-    flags = f"--no-track --no-capture-video --eval-episodes 1 {again(script)}"
+    flags = "--no-track --no-capture-video --eval-episodes 1"
     assert len(evaluate(script, tmp_path, flags)) == 1
 
 
@@ -196,7 +190,7 @@ def test_videos(script, runs, tmp_path, monkeypatch):
     monkeypatch.setattr(Toy, "render", lambda toy, env_ids: toy.obs()[env_ids, -1:], raising=False)
     saved = importlib.import_module(script).load_checkpoint(runs(script)[0])
     write_checkpoint(tmp_path, saved)
-    flags = f"--eval-episodes 1 {again(script)}"
+    flags = "--eval-episodes 1"
     returns = evaluate(script, tmp_path, flags)
     if script in GYMNASIUM:
         flags += f" --env-id {SMALL[script].split()[1].replace('Clock', 'Drawn')}"
