@@ -339,9 +339,6 @@ def test_weights_and_biases_are_one_run_however_often_resumed(script, tmp_path, 
     assert len(finished) == 2
 
 
-# --- arguments ------------------------------------------------------------------------------------
-
-
 # --- edits ----------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ ROWS = 99
 class Drawn(Clockwork):
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
 
-    def __init__(self, action_space, render_mode):
+    def __init__(self, action_space, render_mode=None):
         super().__init__(action_space)
         self.render_mode = render_mode
 
@@ -120,8 +120,9 @@ def test_a_saved_policy_is_complete(script, runs):
     weights = torch.load(folder / "name.cleanrl_model", weights_only=True)  # the name's last part
     assert_same(dict(weights), dict(checkpoint["agent"]))
     fresh = module.Agent(envs, module.replace(args, seed=7))
+    torch.manual_seed(1)
     for x in fresh.parameters():
-        x.data += 1.0
+        x.data += torch.randn_like(x)
     obs, drawn = observed(script, envs), noise(script, trained)
     wanted = [act(script, trained, obs, given) for given in (None, drawn)]
     assert (act(script, fresh, obs, drawn) != wanted[1]).any()

@@ -501,5 +501,3 @@ def test_a_torn_row_does_not_block_resuming(script, runs, tmp_path):
     whole, torn = rows(runs(script)), rows(folder)
     assert torn[: len(whole) - 1] == whole[:-1]
     assert all(len(row) == 3 for row in torn)
-
-

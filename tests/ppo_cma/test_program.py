@@ -26,19 +26,8 @@ SMALL = (
     "--env-id InvertedPendulum-v4 --iter-steps 200 --n-updates 5 --minibatch-size 32 "
     "--history-buffer-size 3 --checkpoint-interval 2 --no-cuda --no-anneal-lr"
 )
-SPACES = {
-    "Clockwork_cma": gym.spaces.Box(-1, 1, (2,)),
-    "Unbounded": gym.spaces.Box(0, np.inf, (1,)),
-}
-for name, space in SPACES.items():
-    gym.register(f"{name}-v0", Clockwork, kwargs={"action_space": space})
-
-
-class Pixels(Clockwork):
-    observation_space = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)
-
-
-gym.register("Pixels_cma-v0", Pixels, kwargs={"action_space": SPACES["Clockwork_cma"]})
+BOX = gym.spaces.Box(-1, 1, (2,))
+gym.register("Clockwork_cma-v0", Clockwork, kwargs={"action_space": BOX})
 PRETRAINING = ppo_cma.pretrain_policy
 
 
@@ -76,8 +65,6 @@ def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     return folder, train(folder, "--total-timesteps 1500 --save-model")
 
-
-# --- command line ---------------------------------------------------------------------------------
 
 # --- the run's folder -----------------------------------------------------------------------------
 

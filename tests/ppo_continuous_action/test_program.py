@@ -73,8 +73,6 @@ def undisturbed(script, tmp_path_factory):
     return folder, checkpoint, out.getvalue()
 
 
-# --- command line ---------------------------------------------------------------------------------
-
 # --- the run's folder -----------------------------------------------------------------------------
 
 

@@ -104,9 +104,6 @@ for name, space in SPACES.items():
     gym.register(f"Clock_{name}-v0", Clockwork, kwargs={"action_space": space})
 gym.register("Varied-v0", Varied)
 
-# --- command line ---------------------------------------------------------------------------------
-
-
 # --- the run's folder -----------------------------------------------------------------------------
 
 
