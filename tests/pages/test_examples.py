@@ -18,21 +18,13 @@ from gymnasium.utils.env_checker import check_env
 from program import ROOT, content, scalars, status
 
 import ppo
-import ppo_atari_multigpu
 import ppo_cma
 import ppo_continuous_action
 import ppo_kl_adaptive
-import ppo_lstm
-import ppo_pettingzoo
-import ppo_pixels
 
 COMING = (ROOT / "docs" / "coming_from.md").read_text()
 YOURS = (ROOT / "docs" / "your_environment.md").read_text()
 GYMNASIUM = (ppo, ppo_continuous_action, ppo_cma, ppo_kl_adaptive)
-SCRIPTS = {
-    module.__name__: module
-    for module in (*GYMNASIUM, ppo_atari_multigpu, ppo_pixels, ppo_lstm, ppo_pettingzoo)
-}
 ALL = pytest.mark.parametrize("script", GYMNASIUM, ids=lambda module: module.__name__)
 
 # Of each script: two iterations of some 500 steps
