@@ -244,7 +244,6 @@ ITS_OWN = {
         ("--action-repeat -1", "--action-repeat -1: not in"),
         ("--evaluate run --env-id PixelsBox-v0", "run: its agent "),
         ("--resume run --env-id WideBox-v0", "run: its agent does not fit"),
-        ("--resume run --separate-critic", "its agent does not fit the environment and the flags"),
     ],
     "ppo_lstm": [
         *SURROGATE, *WORKED,
@@ -268,7 +267,7 @@ ITS_OWN = {
         (wrong_agents("mixed"), "all Box, or all with as many branches"),
         (wrong_agents("dict"), "a Dict of observation and action_mask"),
         (wrong_agents("large"), "above 20,000 numbers"),
-        (wrong_agents("rewards"), "rewards for {'stranger'}"),
+        (f"{wrong_agents('rewards')} --run-dir new", "rewards for {'stranger'}"),
         ("--env-id agents_toy:nothing", "nothing"),
         ("--env-id mpe2.nothing_v1", "No module named 'mpe2.nothing_v1'"),
         ("--env-id nothing/nothing_v1", "Namespace 'nothing' not found"),

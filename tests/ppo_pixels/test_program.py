@@ -224,6 +224,17 @@ def test_an_agent_for_other_eyes(tmp_path, capsys):
     assert content(folder) == before
 
 
+def test_a_run_does_not_go_on_with_another_network(tmp_path, capsys):
+    folder = train(tmp_path / "run", "--total-timesteps 64")
+    before = content(folder)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        ppo_pixels.train(ppo_pixels.parse_args(["--resume", str(folder), "--separate-critic"]))
+    assert ended.value.code == 2
+    assert "its agent does not fit the environment and the flags" in capsys.readouterr().err
+    assert content(folder) == before
+
+
 def test_what_is_not_finite_ends_the_run(tmp_path):
     nan = register("Nan", reward=lambda x: float("nan"))
     with pytest.raises(FloatingPointError, match="not finite"):
