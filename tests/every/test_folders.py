@@ -1,19 +1,13 @@
 """ppo.py and ppo_continuous_action.py: one folder, one run; what is damaged, foreign or cannot be
 written is told in one line; environments are closed, in threads, too."""
 
-import json
-import os
-import re
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import gymnasium as gym
-import numpy as np
 import pytest
-import torch
-from program import ROOT, Clockwork, content, rows, run, status
+from program import Clockwork, status
 
 import ppo
 import ppo_continuous_action
@@ -43,23 +37,9 @@ class Closing(Clockwork):
         Closing.closed += 1
 
 
-class Endless(Clockwork):
-    def step(self, action):
-        obs, reward, *_ = super().step(action)
-        return obs, reward, False, False, {}
-
-
-class Needy(Clockwork):
-    def __init__(self, action_space, data):
-        super().__init__(action_space)
-        self.data = data
-
-
 for script_name, space in SPACES.items():
     kwargs = {"action_space": space}
     gym.register(f"Folder_{script_name}-v0", Closing, kwargs=kwargs)
-    gym.register(f"Endless_{script_name}-v0", Endless, kwargs=kwargs)
-    gym.register(f"Needy_{script_name}-v0", Needy, kwargs=kwargs)
 
 
 def parse(name: str, flags: str):
@@ -99,76 +79,6 @@ def folder(runs, tmp_path):
         return Path(shutil.copytree(runs[name], tmp_path / "run"))
 
     return copy
-
-
-# --- one folder, one run --------------------------------------------------------------------------
-
-
-@EACH
-def test_torchrun_of_one_process_is_refused(name, monkeypatch, capfd):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "ppo_atari_multigpu.py" in refused(capfd, SCRIPTS[name].parse_args, [])
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    SCRIPTS[name].parse_args([])
-
-
-# --- what cannot be meant or written --------------------------------------------------------------
-
-
-@EACH
-@pytest.mark.parametrize(
-    "flags",
-    ["--env-id :", "--env-id a:b:c", "--env-id nowhere:", "--env-id :CartPole-v1", "--env-id -v0"],
-)
-def test_strange_ids_are_one_line(name, flags, capfd, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    flags = flags.replace(" -v0", "=-v0")
-    assert "--env-id" in refused(capfd, lambda: SCRIPTS[name].train(parse(name, flags)))
-    assert not list(tmp_path.iterdir())
-
-
-@EACH
-def test_arguments_of_the_environment(name, tmp_path, capfd):
-    script, env_id = SCRIPTS[name], f"Needy_{name}-v0"
-    err = refused(capfd, train, name, f"--env-id {env_id}")
-    assert f"--env-id {env_id}: TypeError" in err and "'data'" in err and "--env-kwargs" in err
-    assert "raised in" in err
-    flags = f'--env-id {env_id} --env-kwargs {{"data":"x.csv"}} --run-dir {tmp_path / "run"}'
-    kept = train(name, flags)
-    assert script.load_checkpoint(kept)["args"].env_kwargs == '{"data":"x.csv"}'
-    args = script.parse_args(["--evaluate", str(kept), "--eval-episodes", "2"])
-    assert script.evaluate(args) == [10.0, 10.0]
-    for wrong in ("[1]", "{", "5", '{"a":1}}', "null"):
-        with pytest.raises(SystemExit):
-            parse(name, f"--env-kwargs {wrong}")
-        assert "no JSON object" in " ".join(capfd.readouterr().err.split())
-
-
-@pytest.mark.parametrize(
-    "error", [AssertionError("no"), NotImplementedError(), OSError("dis\nplay")]
-)
-@EACH
-def test_whatever_making_an_environment_raises_is_one_line(name, error, monkeypatch, capfd):
-    def make(*given, **kwargs):
-        raise error
-
-    monkeypatch.setattr(gym, "make", make)
-    err = refused(capfd, train, name, "")
-    assert type(error).__name__ in err and "test_folders.py, line" in err
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param("ppo", marks=pytest.mark.slow), "ppo_continuous_action"]
-)
-def test_an_environment_that_never_ends_is_told(name, tmp_path, capfd, monkeypatch):
-    script = SCRIPTS[name]
-    kept = train(name, f"--env-id Endless_{name}-v0 --run-dir {tmp_path / 'run'}")
-    assert json.loads((kept / "run.json").read_text())["final_return"] is None
-    args = script.parse_args(["--evaluate", str(kept)])
-    assert "100,000 steps, no end" in refused(capfd, script.evaluate, args)
-    limit = '{"max_episode_steps":50}'
-    args = script.parse_args(["--evaluate", str(kept), "--env-kwargs", limit])
-    assert script.evaluate(args) == [50.0] * 10
 
 
 # --- ends -----------------------------------------------------------------------------------------

@@ -1,21 +1,13 @@
 """What a run may do to its folder, a folder to a run, and numbers to training: in the scripts that
 play games or simulate on the device. `Small` environments stand for the real ones."""
 
-import fcntl
 import importlib
-import json
-import sys
 import threading
-import time
-from importlib import metadata
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
-from program import Levels, Toy, content, installed, rows, scalars, status, write_checkpoint
+from program import Levels, Toy, scalars, status
 from scripts import Duel, small_environments
 
 ENVPOOL = (
@@ -105,25 +97,6 @@ def test_environments_are_closed_however_a_run_ends(script, fault, tmp_path, mon
     assert len(closed) == 1
 
 
-@pytest.mark.parametrize("script", [LSTM, PROCGEN])
-def test_a_game_without_an_end_ends_the_evaluation(script, tmp_path, monkeypatch, capfd):
-    train(script, tmp_path / "run")
-    module = importlib.import_module(script)
-    no, obs = (
-        np.zeros(2, bool),
-        module.Envs(parse(script, FLAGS[script]), slice(0, 1)).obs
-        if (script != PROCGEN)
-        else np.zeros((2, 3, 64, 64), np.uint8),
-    )
-    n = len(obs)
-    info = {"terminated": no[:n], "reward": np.zeros(n)}
-    for kind in (Toy, Levels):
-        monkeypatch.setattr(kind, "step", lambda *_: (obs, np.zeros(n), no[:n], no[:n], info))
-    monkeypatch.setattr(module.Agent, "act", lambda self, obs, *_, **__: np.zeros(len(obs), int))
-    args = parse(script, f"--evaluate {tmp_path / 'run'}")
-    refused(capfd, "100,000 steps, and", module.evaluate, args)
-
-
 @PIXELS
 def test_minibatches_of_too_few_rows_are_none(script, tmp_path, monkeypatch):
     """Episodes of one step: every second rollout of one step has no row to learn from."""
@@ -150,50 +123,6 @@ def test_minibatches_of_two_rows(script, tmp_path):
     checkpoint = train(script, tmp_path / "run", "--num-steps 2 --num-minibatches 2")
     assert status(tmp_path / "run") == "finished"
     assert all(x.isfinite().all() for x in checkpoint["agent"].values())
-
-
-# --- arguments ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("script", [LSTM, PROCGEN, TWO, WARP])
-def test_torchrun_is_refused(script, monkeypatch, capfd):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    refused(capfd, "torchrun is for ppo_atari_multigpu.py", parse, script, FLAGS[script])
-
-
-@EVERY
-def test_moviepy_1_is_refused_before_training(script, monkeypatch, capfd):
-    installed(monkeypatch, moviepy=True)
-    monkeypatch.setattr(metadata, "version", lambda name: "1.0.3")
-    refused(capfd, "pip install 'moviepy>=2'", parse, script, f"{FLAGS[script]} --capture-video")
-
-
-@pytest.mark.parametrize("script", [MULTI, LSTM])
-def test_a_frame_is_drawn_before_training(script, monkeypatch, capfd):
-    installed(monkeypatch, moviepy=True)
-    monkeypatch.setattr(metadata, "version", lambda name: "2.1")
-    flags = f"{FLAGS[script]} --capture-video"  # Toy has no `render`
-    refused(capfd, "--capture-video: Breakout-v5 can't be drawn", parse, script, flags)
-
-
-@EVERY
-@pytest.mark.parametrize(
-    "change", [{"gamma": "0.9"}, {"num_steps": 8.0}, {"seed": None}, {"run_dir": "runs/1"}]
-)
-def test_values_of_other_types_are_refused(script, change):
-    (name,) = change
-    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} .*: not of type"):
-        importlib.import_module(script).Args(**change)
-
-
-def test_lists_and_choices_are_checked():
-    multi, warp = (importlib.import_module(script) for script in (MULTI, WARP))
-    assert multi.Args(device_ids=[0, 1], backend="gloo").device_ids == [0, 1]
-    for change in ({"device_ids": [0.5]}, {"device_ids": 3}, {"backend": "tcp"}):
-        with pytest.raises(ValueError, match="not of type"):
-            multi.Args(**change)
-    with pytest.raises(ValueError, match="not of type"):
-        warp.Args(hidden=(64, "64"))
 
 
 # --- edits ----------------------------------------------------------------------------------------

@@ -3,11 +3,8 @@ the policy, boxes of any shape and type, what is edited or damaged."""
 
 import json
 import os
-import re
 import signal
-import sys
 import time
-import zipfile
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +22,6 @@ from program import (
     scalars,
     status,
     train_until_killed,
-    write_checkpoint,
 )
 
 import ppo_cma
@@ -177,14 +173,6 @@ def test_a_worker_that_is_killed_ends_the_run_by_name(script, tmp_path, workers)
     with pytest.raises(RuntimeError, match=r"--env-workers was killed \(exit code -9\)"):
         train(script, tmp_path / "run", "--env-workers 2", fault="death")
     assert none_left(workers)
-
-
-@BOTH
-def test_more_workers_than_environments_are_refused(script, capfd):
-    with pytest.raises(SystemExit) as end:
-        script.parse_args(["--num-envs", "2", "--env-workers", "3"])
-    assert end.value.code == 2
-    assert "--env-workers 3: not in 0 ... 2" in capfd.readouterr().err
 
 
 # --- one definition of the policy -----------------------------------------------------------------
@@ -390,35 +378,3 @@ def runs(tmp_path_factory):
         return made[script]
 
     return get
-
-
-@BOTH
-def test_env_kwargs_are_kept_and_environments_closed(script, monkeypatch, tmp_path):
-    closed = []
-    monkeypatch.setattr(episodes_toy.Lengths, "close", lambda env: closed.append(env))
-    train(script, tmp_path / "run", actions="double")
-    assert len(closed) == 4
-    agent, args = script.load(tmp_path / "run")
-    assert json.loads(args.env_kwargs) == {"actions": "double"}
-    assert agent.action_shape == (2, 3)
-
-
-@BOTH
-def test_evaluation_of_an_endless_episode_is_one_line(script, runs, monkeypatch, capfd):
-    def endless(env, action):
-        return np.zeros(3), 0.0, False, False, {}
-
-    monkeypatch.setattr(episodes_toy.Lengths, "step", endless)
-    argv = ["--evaluate", str(runs(script)), "--env-id", "episodes_toy:Lengths-v0"]
-    with pytest.raises(SystemExit) as end:
-        script.evaluate(script.parse_args(argv))
-    assert end.value.code == 2
-    assert "100,000 steps, no end" in capfd.readouterr().err
-
-
-@BOTH
-def test_envpools_environments_are_refused(script, capfd):
-    with pytest.raises(SystemExit) as end:
-        script.parse_args(["--env-id", "envpool:HalfCheetah-v4"])
-    assert end.value.code == 2
-    assert "envpool:HalfCheetah-v4" in capfd.readouterr().err
