@@ -772,12 +772,14 @@ def play(args: Args, name: str) -> list[float]:
         envs = Envs(played, slice(0, 1))
     returns = []
     frames = []
+    steps = 0  # of the game so far
     with contextlib.closing(envs):
         agent, _ = load(args.evaluate, envs)
         rng = np.random.default_rng(played.seed)
         while len(returns) < args.eval_episodes:
             noise = rng.gumbel(size=(1, len(agent.actor.bias))) if name == "drawn" else None
             envs.step(agent.act(envs.obs, noise))
+            steps += 1
             if args.capture_video:
                 frames.append(envs.vector.render(env_ids=[0])[0])
             for _, episodic_return, _ in envs.ended:
@@ -787,6 +789,9 @@ def play(args: Args, name: str) -> list[float]:
                     save_frames(frames, videos, len(returns))
                 returns.append(episodic_return)
                 frames = []
+                steps = 0
+            if steps > 100_000:
+                fail("100,000 steps, and the game has no end")
     return returns
 
 

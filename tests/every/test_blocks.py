@@ -15,7 +15,7 @@ LINES = {
     "ppo_continuous_action": 1210,
     "ppo_cma": 1190,
     "ppo_kl_adaptive": 1250,
-    "ppo_atari_multigpu": 1040,
+    "ppo_atari_multigpu": 1045,
     "ppo_atari_lstm": 815,
     "ppo_procgen": 785,
     "ppo_pettingzoo_ma_atari": 820,
