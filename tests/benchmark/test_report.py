@@ -921,10 +921,10 @@ def test_scales():
     assert abs(returns.mean() - known["CartPole-v1"]) < 4 * returns.std() / math.sqrt(30)
 
 
-def test_300_runs_in_30_seconds(tmp_path, capsys):
-    """300 runs of 1M steps: 10 environments, 3 algorithms, 10 seeds, 5,000 episodes each."""
+def test_90_runs_in_9_seconds(tmp_path, capsys):
+    """90 runs of 1M steps: 10 environments, 3 algorithms, 3 seeds, 5,000 episodes each."""
     rng = np.random.default_rng(0)
-    for k, (e, script, seed) in enumerate(product(range(10), ("ppo", "cma", "kl"), range(10))):
+    for k, (e, script, seed) in enumerate(product(range(10), ("ppo", "cma", "kl"), range(3))):
         env_id = f"Env{e}-v0"
         folder = tmp_path / "runs" / env_id / script / str(seed)
         folder.mkdir(parents=True)
@@ -940,5 +940,5 @@ def test_300_runs_in_30_seconds(tmp_path, capsys):
     report([tmp_path / "runs"], tmp_path / "out")
     seconds = time.process_time() - start
     with capsys.disabled():
-        print(f"300 runs: {seconds:.1f} s")
-    assert seconds < 30
+        print(f"90 runs: {seconds:.1f} s")
+    assert seconds < 9

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from maths import Log, lstm_cell
 from program import ROOT, assert_same, rows, run, scalars, status, train_until_killed
 
 import ppo_atari_lstm
@@ -84,16 +85,6 @@ def make_agent(args: Args, env=None):
     return agent
 
 
-class Log:
-    """What rollout needs of a Run."""
-
-    def __init__(self):
-        self.global_step, self.iteration, self.rows = 0, 0, []
-
-    def log_episodes(self, ended):
-        self.rows += ended
-
-
 class Game:
     """Environments, an agent and its state; `roll()` is the next rollout."""
 
@@ -119,10 +110,7 @@ def cell(net, x, state):
         z = (iz + hz).sigmoid()
         h = (1 - z) * n + z * state
         return h, h
-    h, c = state.chunk(2)
-    i, f, g, o = (w_ih @ x + b_ih + w_hh @ h + b_hh).chunk(4)
-    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-    h = o.sigmoid() * c.tanh()
+    h, c = lstm_cell(net.parameters(), x, *state.chunk(2))
     return h, torch.cat([h, c])
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import gymnasium as gym
+import maths
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,7 @@ os.environ["PYTHONPATH"] = f"{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}
 
 import agents_toy
 
+import ppo
 import ppo_pettingzoo as script
 from ppo_pettingzoo import Args, Batch, Envs
 
@@ -59,14 +61,12 @@ def make_agent(envs, args: Args):
     return agent
 
 
-class Log:
-    """What rollout needs of a Run."""
+class Log(maths.Log):
+    """And of what is told of a group of agents, the deaths."""
 
     def __init__(self):
-        self.global_step, self.iteration, self.ended, self.writer = 0, 0, [], self
-
-    def log_episodes(self, ended):
-        self.ended += ended
+        super().__init__()
+        self.writer = self
 
     def add_scalar(self, tag, value, step):
         if tag == "charts/deaths":
@@ -480,9 +480,9 @@ def test_one_agent_of_a_gymnasium_environment_learns_as_in_ppo_py(tmp_path):
     """The same episodes, and the same weights to rounding."""
     flags = "--env-id CartPole-v1 --total-timesteps 2048 --num-envs 4 --num-steps 128 --no-cuda "
     flags = f"{flags} --update-epochs 4 --learning-rate 1e-3 --seed 7".split()
-    for name, more in (("ppo", ["--no-compile"]), ("ppo_pettingzoo", [])):
-        done = run(ROOT / f"{name}.py", *flags, *more, "--run-dir", str(tmp_path / name))
-        assert done.returncode == 0, done.stderr
+    for module, more in ((ppo, ["--no-compile"]), (script, [])):
+        folder = str(tmp_path / module.__name__)
+        module.train(module.parse_args([*flags, *more, "--run-dir", folder]))
     assert rows(tmp_path / "ppo") == rows(tmp_path / "ppo_pettingzoo")
     assert len(rows(tmp_path / "ppo")) > 40
     ours, theirs = (
@@ -772,18 +772,14 @@ def test_a_folder_names_no_module_that_is_imported(tmp_path, capsys):
     assert {env_id: script.is_known(env_id) for env_id in known} == known
 
 
-def test_as_a_program(tmp_path):
-    """Train, go on, play, film: as typed, but shorter."""
-    script_path = ROOT / "ppo_pettingzoo.py"
-    flags = f"{SMALL} --env-id {SPEAKER} --total-timesteps {2 * STEPS}".split()
-    done = run(script_path, *flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_as_a_program(tmp_path, monkeypatch):
+    """Train, play, film: as typed, but shorter."""
+    monkeypatch.chdir(tmp_path)
+    script.train(parse(f"{SMALL} --env-id {SPEAKER} --total-timesteps {2 * STEPS}"))
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith(f"{SPEAKER}__ppo_pettingzoo__1__")
     assert status(folder) == "finished"
-    done = run(script_path, "--resume", str(folder), "--total-timesteps", str(3 * STEPS))
-    assert done.returncode == 0, done.stderr
-    assert script.load_checkpoint(folder)["counters"][1] == 3
+    script_path = ROOT / "ppo_pettingzoo.py"
     done = run(script_path, "--evaluate", str(folder), "--capture-video", "--eval-episodes", "1")
     assert done.returncode == 0, done.stderr
     assert "greedy, 1 episodes: mean over agents" in done.stdout
