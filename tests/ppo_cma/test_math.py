@@ -13,7 +13,7 @@ from maths import Log
 from program import assert_same, scalars
 
 import ppo_cma
-from benchmark.published.studies import change
+from benchmark.published.studies import change, didactic
 from ppo_cma import Agent, Args, gae, log_density, mean_loss, normalize_advantages, variance_loss
 
 
@@ -474,12 +474,38 @@ def test_12_only_the_variance_sees_the_past(monkeypatch):
 
 def quadratic(mode: str, seeds: int) -> tuple[np.ndarray, np.ndarray]:
     """Rewards and deviations, [seed, iteration]."""
-    from benchmark.published.studies.didactic import optimize
-
-    runs = [optimize(mode, seed) for seed in range(seeds)]
+    runs = [didactic.optimize(mode, seed) for seed in range(seeds)]
     return np.array([run.rewards for run in runs]), np.array([run.sigmas for run in runs])
 
 
+def fit_in_one_state(agent: Agent):
+    """Instead of the pretraining, which takes seconds: the first policy in the only state."""
+    state, adam = torch.zeros(1, 1), torch.optim.Adam(agent.parameters(), lr=3e-3)
+    for _ in range(300):
+        error = (agent.mean(state) - agent.initial_mean).square().sum()
+        error += (0.5 * agent.logvar(state) - agent.initial_std.log()).square().sum()
+        adam.zero_grad()
+        error.backward()
+        adam.step()
+    assert error < 1e-9
+
+
+def test_14_ppo_cma_m_widens_and_ppo_shrinks(monkeypatch):
+    """One seed; with the pretraining it widens to 0.457, too, and shrinks to 0.155."""
+    monkeypatch.setattr(didactic, "pretrain_policy", fit_in_one_state)
+    monkeypatch.setattr(didactic, "ITERATIONS", 7)
+    reward, sigma = quadratic("ppo-cma-m", 1)
+    assert 0.19 < sigma[0].min() < 0.22
+    assert sigma[0].argmax() + 1 == 6
+    assert sigma[0].max() == pytest.approx(0.457, abs=0.04)
+    assert reward[0, 5] == pytest.approx(-0.32, abs=0.08)
+    monkeypatch.setattr(didactic, "ITERATIONS", 4)
+    _, sigma = quadratic("ppo", 1)
+    assert (np.diff(sigma[0]) < 0).all()
+    assert sigma[0, 3] == pytest.approx(0.155, abs=0.02)
+
+
+@pytest.mark.slow
 def test_14_ppo_cma_m_widens_then_contracts():
     reward, sigma = quadratic("ppo-cma-m", 5)
     mean = sigma.mean(axis=0)
@@ -498,6 +524,7 @@ def test_14_ppo_cma_widens_too():
     assert reward[:, 19].mean() > -0.015
 
 
+@pytest.mark.slow
 def test_14_ppo_shrinks_from_the_start():
     reward, sigma = quadratic("ppo", 3)
     assert (np.diff(sigma.mean(axis=0)) < 0).all()
@@ -515,10 +542,8 @@ def test_14_pg_breaks_and_pg_pos_shrinks():
 
 @pytest.mark.slow
 def test_14_a_longer_history_widens_more():
-    from benchmark.published.studies.didactic import optimize
-
     peaks = [
-        np.mean([max(optimize("ppo-cma-m", seed, history).sigmas) for seed in range(2)])
+        np.mean([max(didactic.optimize("ppo-cma-m", seed, history).sigmas) for seed in range(2)])
         for history in (1, 5, 9)
     ]
     assert peaks[0] < peaks[1] < peaks[2]

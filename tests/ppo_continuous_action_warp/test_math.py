@@ -28,7 +28,6 @@ SMALL = (
 )
 STEPS = 16 * 8  # of an iteration
 PENDULUM = "--env-id Pendulum-v1 --num-envs 256 --num-steps 32 --hidden 64 64 --no-cuda"
-ALL = torch.ones(1, dtype=torch.bool)
 
 no_warp = pytest.mark.skipif(
     importlib.util.find_spec("mujoco_warp") is None,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from maths import Log, lstm_cell
+from maths import Log, lstm_cell, random_ends
 from program import ROOT, assert_same, rows, run, scalars, status, train_until_killed
 
 import ppo_atari_lstm
@@ -391,10 +391,7 @@ def test_an_update_on_frames_is_that_of_the_atari_script():
             b.data.copy_(a.data)
     theirs.adam = torch.optim.Adam(theirs.parameters(), eps=1e-5)
     rng = np.random.default_rng(0)
-    terminated, truncated = rng.random((2, T, N)) < 0.1
-    valid = np.concatenate([np.ones((1, N), bool), ~(terminated | truncated)[:-1]])
-    terminated, truncated = terminated & valid, truncated & valid & ~terminated
-    valid = np.concatenate([np.ones((1, N), bool), ~(terminated | truncated)[:-1]])
+    terminated, truncated, valid = random_ends(rng, T, N)
     first = torch.tensor(np.concatenate([np.zeros((1, N), bool), ~valid]))
     frames = torch.randint(0, 256, (T + 1, N, 1, 84, 84), dtype=torch.uint8)
     choices = torch.randint(0, 4, (T, N))

@@ -73,14 +73,6 @@ def train(folder: Path, flags: str = "") -> dict:
     return script.load_checkpoint(folder)
 
 
-def make_agent(args: Args, actions: int = 4):
-    torch.manual_seed(args.seed)
-    envs = type("Space", (), {"action_space": gym.spaces.Discrete(actions)})
-    agent = script.Agent(envs, args)
-    agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)
-    return agent
-
-
 def shrunk(*screens: np.ndarray) -> np.ndarray:
     """Means over areas in whole numbers: each pixel becomes 84 x 84, each part H x W of those."""
     screen = np.maximum.reduce([s[:, :, 0] for s in screens]).astype(np.int64)
