@@ -157,6 +157,9 @@ def test_the_state_is_cleared_before_the_row_after_the_ended_one(frames):
                 assert (used[:, i] != 0).all()
         after = left
     for k, data in enumerate(rollouts):
+        assert (data.obs.dtype, data.obs.shape) == (torch.uint8, (10, 4, 1, 84, 84))
+        assert set(np.unique(data.rewards)) == {0.0, 1.0}  # clipped
+        assert len(set(data.actions.flatten().tolist())) == 4
         for t, i in np.ndindex(10, 4):
             in_life = (10 * k + t) % (lives[i] + 1)
             assert bool(data.first[t, i]) == (in_life == 0)

@@ -3,7 +3,6 @@ Most tests replace EnvPool's games by Toy, whose ends, lives and scores are know
 promise is in every/."""
 
 import hashlib
-import multiprocessing
 import os
 import shutil
 import signal
@@ -88,42 +87,49 @@ def spied_update(setup: str) -> dict:
     return {"parameters": agent.vector, "metrics": metrics, "moments": found, "steps": steps}
 
 
-def be_rank(rank: int, folder: Path, ports: list[int]):
-    """One of two processes: make the updates of SETUPS, then train."""
-    sys.stdout = sys.stderr = (folder / f"log{rank}").open("w", buffering=1)
-    import faulthandler
-
-    faulthandler.dump_traceback_later(25, file=sys.stderr)
-    os.environ |= {
-        "RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{ports[0]}",
-    }  # fmt: skip
-    os.chdir(folder)
-    envpool.make = Toy
-    script.RANK = rank
-    script.join(Args(cuda=False))
-    torch.save({name: spied_update(name) for name in SETUPS}, f"updates{rank}.pt")
-    torch.distributed.destroy_process_group()
-    os.environ["MASTER_PORT"] = f"{ports[1]}"  # the first may still be in use
-    agents, plain = [], script.flat_adam
-    script.flat_adam = lambda agent: agents.append(agent) or plain(agent)
-    script.train(small(f"--run-dir run --total-timesteps {5 * STEPS} --target-kl 1e-9"))
-    torch.save(agents[0].vector, f"parameters{rank}.pt")
+RANK = """
+import os, sys
+sys.path[:0] = {paths!r}
+import envpool, torch
+import test_math as tests
+script = tests.script
+torch.set_num_threads(1)
+envpool.make = tests.Toy
+rank = os.environ["RANK"]
+folder, port, *argv = sys.argv[1:]
+os.chdir(folder)
+script.join(script.Args(cuda=False))
+updates = {{name: tests.spied_update(name) for name in tests.SETUPS}}
+torch.save(updates, f"updates{{rank}}.pt")
+torch.distributed.destroy_process_group()
+os.environ["MASTER_PORT"] = port  # the first may still be in use
+agents, plain = [], script.flat_adam
+script.flat_adam = lambda agent: agents.append(agent) or plain(agent)
+script.train(script.parse_args(argv))
+torch.save(agents[0].vector, f"parameters{{rank}}.pt")
+""".format(paths=[str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)])
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Path:
     """The folder of two processes which made the updates of SETUPS, and trained on Toys."""
-    folder, ports = tmp_path_factory.mktemp("pair"), [free_port(), free_port()]
-    fork = multiprocessing.get_context("fork")  # without the seconds of imports
-    ranks = [fork.Process(target=be_rank, args=(rank, folder, ports)) for rank in (0, 1)]
-    for process in ranks:
-        process.start()
-    for rank, process in enumerate(ranks):
-        process.join(120)
-        process.kill()
-        process.join()
-        assert process.exitcode == 0, (folder / f"log{rank}").read_text()
+    folder = tmp_path_factory.mktemp("pair")
+    flags = f"{SMALL} --run-dir run --total-timesteps {5 * STEPS} --target-kl 1e-9".split()
+    port, later, processes = str(free_port()), str(free_port()), []
+    for rank in ("0", "1"):
+        env = os.environ | {
+            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        }  # fmt: skip
+        log = (folder / f"log{rank}").open("w")
+        command = [sys.executable, "-c", RANK, str(folder), later, *flags]
+        processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+    try:
+        for rank, process in enumerate(processes):
+            assert process.wait(timeout=120) == 0, (folder / f"log{rank}").read_text()
+    finally:
+        for process in processes:
+            process.kill()
     return folder
 
 
@@ -272,6 +278,7 @@ def test_rows_of_a_rollout_and_their_types(toys):
     assert data.valid[:, 0].tolist() == [True] * 3 + [False] + [True] * 3 + [False, True]
     assert data.terminated[:, 0].tolist() == [t in (2, 6) for t in range(9)]
     assert (data.rewards[~data.valid] == 0).all()
+    assert set(np.unique(data.rewards)) == {0.0, 1.0}  # clipped
     with torch.no_grad():  # of the policy that acted, at the observations stored
         _, logprob, _, values = agent(data.obs.flatten(0, 1), data.actions.flatten())
         assert torch.allclose(agent.get_value(torch.as_tensor(envs.obs)), data.values[-1])
