@@ -971,6 +971,8 @@ def train(args: Args) -> Path:
         if args.resume:
             state = {"at": at, "envs": envs.state_dict()} if envs.resumable else {}
             restore(agent, state, checkpoint, args.resume)
+            if args.learning_rate != checkpoint["args"].learning_rate:  # given anew
+                agent.adam["learning_rate"].fill_(args.learning_rate)
         graphs = args.cudagraphs and device.type == "cuda"
         collect = Recorded(rollout) if graphs and envs.resumable else rollout
         learn = Recorded(update) if graphs else update

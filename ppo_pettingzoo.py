@@ -1093,7 +1093,7 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
         envs.close()
     try:
         agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         fail(f"{folder}: its agent does not fit the environment: {error}")
     return agent, args
 
@@ -1190,8 +1190,13 @@ def restore(agent: Agent, checkpoint: dict, folder: Path):
     """Set the optimizer and the random numbers to what the checkpoint has."""
     try:
         agent.adam.load_state_dict(checkpoint["adam"])
+        for parameter, state in agent.adam.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if state[name].shape != parameter.shape:
+                    raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
+                state[name] = torch.empty_like(parameter).copy_(state[name])  # in its layout
         agent.rng.bit_generator.state = checkpoint["rng"]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         fail(f"{folder}: its checkpoint does not fit: {error!r}")
 
 

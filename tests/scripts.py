@@ -68,6 +68,7 @@ GYMNASIUM = ["ppo", "ppo_continuous_action", *WHOLE, "ppo_pixels", "ppo_lstm"]
 PARALLEL = [*GYMNASIUM, "ppo_pettingzoo"]  # with --env-workers
 POOLS = ["ppo_atari_multigpu", "ppo_atari_lstm", "ppo_procgen"]  # after a resume games are new ones
 EVERY = pytest.mark.parametrize("script", SMALL)
+NAMED = {"ppo_pettingzoo": "--env-id agents_toy:make"}  # a module is named again each time
 
 
 class Duel:
@@ -164,14 +165,17 @@ def train(script: str, folder: Path, flags: str = "", iterations: int = 2) -> di
 def go_on(script: str, folder: Path, flags: str = "", iterations: int = 3) -> dict:
     """Resume in this process, up to so many iterations in all; the final checkpoint."""
     module = importlib.import_module(script)
-    flags = f"--resume {folder} --total-timesteps {iterations * STEPS[script]} {flags}"
+    named = NAMED.get(script, "")
+    total = iterations * STEPS[script]
+    flags = f"--resume {folder} {named} --total-timesteps {total} {flags}"
     module.train(parse(script, flags))
     return module.load_checkpoint(folder)
 
 
 def evaluate(script: str, folder: Path, flags: str = "") -> list[float]:
     module = importlib.import_module(script)
-    return module.evaluate(parse(script, f"--evaluate {folder} --no-cuda {flags}"))
+    named = NAMED.get(script, "")
+    return module.evaluate(parse(script, f"--evaluate {folder} {named} --no-cuda {flags}"))
 
 
 def refused(capfd, says: str, call, *given) -> str:

@@ -379,47 +379,6 @@ def test_boxes_at_the_limits_are_learned_in(side, monkeypatch, tmp_path):
 # --- folders --------------------------------------------------------------------------------------
 
 
-@BOTH
-def test_tracking_with_a_stand_in(script, tmp_path, monkeypatch):
-    def init(**kwargs):
-        before = [call for call in calls if call != "finished"]  # the writer follows it
-        assert len(list((tmp_path / "run").glob("events.*"))) == len(before)
-        calls.append(kwargs)
-        return SimpleNamespace(id=kwargs["id"] or "made", finish=lambda: calls.append("finished"))
-
-    calls = []
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(__spec__=True, init=init))
-    assert train(script, tmp_path / "run", "--track --wandb-entity me")["wandb"] == "made"
-    call, end = calls
-    assert (call["project"], call["entity"], call["sync_tensorboard"]) == ("ppo", "me", True)
-    assert (call["name"], call["config"]["checkpoint_interval"]) == ("run", 2)
-    assert (call["id"], end) == (None, "finished")  # so that another one can begin
-    argv = ["--resume", str(tmp_path / "run"), "--env-id", "episodes_toy:Lengths-v0"]
-    longer = "--total-timesteps 700" if script is ppo_cma else "-n 48"
-    script.train(script.parse_args([*argv, *longer.split()]))
-    assert (calls[2]["id"], calls[2]["resume"], calls[3]) == ("made", "allow", "finished")
-
-
-@BOTH
-def test_a_run_of_infinite_rewards_writes_json_that_is_json(script, monkeypatch, tmp_path):
-    step = episodes_toy.Lengths.step
-
-    def spoilt(env, action):
-        obs, reward, *rest = step(env, action)
-        return obs, np.nan if env.left == 0 else reward, *rest
-
-    monkeypatch.setattr(episodes_toy.Lengths, "step", spoilt)
-    with pytest.raises(FloatingPointError, match=r"iteration 0: .* is not finite"):
-        train(script, tmp_path / "run")
-
-    def refuse(constant):
-        raise ValueError(constant)
-
-    text = (tmp_path / "run" / "run.json").read_text()
-    info = json.loads(text, parse_constant=refuse)
-    assert (info["status"], info["final_return"]) == ("failed", None)
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     made = {}
@@ -431,84 +390,6 @@ def runs(tmp_path_factory):
         return made[script]
 
     return get
-
-
-DAMAGES = {
-    ppo_cma: {
-        "adam": lambda x: {"state": {0: {"exp_avg": torch.zeros(3)}}},
-        "history": lambda x: [(torch.zeros(4, 9), torch.zeros(4, 2), torch.zeros(4))],
-        "generator": lambda x: torch.zeros(3),
-        "rng": lambda x: {"state": 1},
-        "played": lambda x: x[:2],
-    },
-    ppo_kl_adaptive: {
-        "optimizers": lambda x: x | {"policy": {0: {"exp_avg": torch.zeros(3)}}},
-        "servo": lambda x: {"beta": "much"},
-        "replay": lambda x: (torch.zeros(4, 9), torch.zeros(4)),
-        "rng": lambda x: None,
-        "played": lambda x: x[:2],
-    },
-}
-DAMAGED = [(script, field) for script, fields in DAMAGES.items() for field in fields]
-
-
-@pytest.mark.parametrize(("script", "field"), DAMAGED)
-def test_a_checkpoint_with_a_field_that_does_not_fit_is_one_line(
-    script, field, runs, tmp_path, capfd
-):
-    good = script.load_checkpoint(runs(script))
-    write_checkpoint(tmp_path, good | {field: DAMAGES[script][field](good[field])})
-    argv = ["--resume", str(tmp_path), "--env-id", "episodes_toy:Lengths-v0"]
-    with pytest.raises(SystemExit) as end:
-        script.train(script.parse_args(argv))
-    assert end.value.code == 2
-    err = capfd.readouterr().err
-    assert re.fullmatch(rf"{script.__name__}.py: {tmp_path}: .*\n", err)
-
-
-@BOTH
-def test_a_single_flipped_bit_is_noticed(script, runs, tmp_path, capfd):
-    whole = (runs(script) / "checkpoint.pt").read_bytes()
-    with zipfile.ZipFile(runs(script) / "checkpoint.pt") as file:
-        biggest = max(file.infolist(), key=lambda info: info.file_size)
-    places = np.linspace(0.2, 0.8, 5) * biggest.file_size + biggest.header_offset + 200
-    for place in places.astype(int).tolist():
-        damaged = bytearray(whole)
-        damaged[place] ^= 4
-        (tmp_path / "checkpoint.pt").write_bytes(damaged)
-        with pytest.raises(SystemExit):
-            script.load(tmp_path)
-        assert "no checkpoint.pt" in capfd.readouterr().err
-
-
-@BOTH
-def test_tensorboard_has_the_mean_of_episodes_that_end_at_one_step(script, runs):
-    """The table has each."""
-    episodes = np.array(rows(runs(script))[1:], float)
-    steps = episodes[:, 0]
-    assert len(set(steps)) < len(steps)  # some do
-    expected = [(int(at), episodes[steps == at, 1].mean()) for at in sorted(set(steps))]
-    found = scalars(runs(script))["charts/episodic_return"]
-    assert [step for step, _ in found] == [step for step, _ in expected]
-    means = [mean for _, mean in expected]
-    np.testing.assert_allclose([value for _, value in found], means, rtol=1e-5)
-
-
-@BOTH
-def test_a_torn_row_does_not_block_resuming(script, runs, tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    for name in ("checkpoint.pt", "episodes.csv"):
-        (folder / name).write_bytes((runs(script) / name).read_bytes())
-    with open(folder / "episodes.csv", "r+b") as file:
-        file.truncate((folder / "episodes.csv").stat().st_size - 9)
-    more = "--total-timesteps 900" if script is ppo_cma else "-n 56"
-    argv = f"--resume {folder} --env-id episodes_toy:Lengths-v0 {more}".split()
-    script.train(script.parse_args(argv))
-    assert status(folder) == "finished"
-    whole, torn = rows(runs(script)), rows(folder)
-    assert torn[: len(whole) - 1] == whole[:-1]
-    assert all(len(row) == 3 for row in torn)
 
 
 @BOTH

@@ -195,30 +195,13 @@ def test_help_lists_both_names_and_exits_0(capsys):
 # --- the run's folder -----------------------------------------------------------------------------
 
 
-def test_run_folder_and_logs(undisturbed):
-    folder, checkpoint = undisturbed
-    info = json.loads((folder / "run.json").read_text())
-    assert (info["script"], info["status"], info["seed"]) == ("ppo_cma.py", "finished", 1)
-    assert info["args"] == asdict(checkpoint["args"])
-    assert info["versions"]["torch"] == torch.__version__
-    assert info["wall_seconds"] > 0
-    episodes = np.array(rows(folder)[1:], float)
-    steps, returns, lengths = episodes.T
-    assert lengths.sum() == info["global_step"] == checkpoint["counters"][0] >= 1500
-    assert (returns == lengths).all()  # InvertedPendulum-v4 pays 1 a step, also on the last one
-    assert steps.tolist() == np.cumsum(lengths).tolist()
-    assert info["final_return"] == pytest.approx(returns[-100:].mean())
-
-    points = scalars(folder, timed=True)
-    for tag, column in (("charts/episodic_return", returns), ("charts/episodic_length", lengths)):
-        assert points.pop(tag) == list(zip(steps, column, strict=True))
+def test_what_is_logged(undisturbed):
+    points = scalars(undisturbed[0], timed=True)
     losses = ("value_loss", "variance_loss", "policy_loss", "entropy", "explained_variance")
     charts = ["SPS", "learning_rate", "policy_std", "positive_advantages", "mean_episodic_return"]
-    charts += ["saturated_means"]
+    charts += ["saturated_means", "episodic_return", "episodic_length"]
     tags = [f"losses/{name}" for name in losses] + [f"charts/{name}" for name in charts]
     assert points.keys() == set(tags)
-    for tag, values in points.items():
-        assert len({step for step, _ in values}) == checkpoint["counters"][1], tag
 
 
 @pytest.mark.parametrize("mode", ppo_cma.MODES)
@@ -263,12 +246,6 @@ def test_the_script_alone_in_an_empty_folder(root, tmp_path, monkeypatch):
     monkeypatch.setattr(ppo_cma, "pretrain_policy", PRETRAINING)
     here = train(tmp_path / "here", "--total-timesteps 300 --save-model")
     assert_same(plain(ppo_cma.load_checkpoint(folder)), plain(here))  # by the same seed
-
-
-def test_weights_stay_in_the_folder_whatever_the_name(tmp_path):
-    train(tmp_path / "run", "--total-timesteps 200 --exp-name ../x --save-model")
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    assert (tmp_path / "run/x.cleanrl_model").is_file()
 
 
 def test_dependencies_in_the_header_are_the_projects(root):

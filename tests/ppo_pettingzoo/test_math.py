@@ -588,7 +588,6 @@ def test_what_is_logged(tmp_path):
     np.testing.assert_allclose(np.mean(parts, axis=0), means, rtol=1e-5)
     agent_steps = told["charts/agent_steps"][-1][1]
     assert agent_steps == checkpoint["agent"]["steps"] < 3 * checkpoint["counters"][0]
-    assert (tmp_path / "run/episodes.csv").read_text().startswith("global_step,seconds,return,len")
     between = 3 * STEPS - checkpoint["counters"][0]  # rows after an episode's end
     assert 0 <= len(rows(tmp_path / "run")) - 1 - between <= 4
 
@@ -757,12 +756,8 @@ def test_an_environment_that_never_ends(tmp_path, capsys, monkeypatch):
     assert np.allclose(script.evaluate(parse(again)), 5)
 
 
-def test_a_folder_names_no_module_that_is_imported(tmp_path, capsys):
-    """Only those of packages that are known, or that the command line names."""
-    train(tmp_path / "run")
-    assert script.load_checkpoint(tmp_path / "run")["args"].env_id == "make"
-    with pytest.raises(SystemExit):
-        script.evaluate(parse(f"--evaluate {tmp_path / 'run'}"))
+def test_modules_that_a_folder_may_name():
+    """Those of packages that are known."""
     known = {
         SPEAKER: True, KAZ: True, FORAGING: True, "CartPole-v1": True,
         "magent2.environments.battle_v4": True, "evil": True, "evil:make": False,
