@@ -3,27 +3,21 @@ programs."""
 
 import importlib
 import os
-import pickle
 import random
 import re
 import signal
 from pathlib import Path
 
 import envpool
-import gymnasium as gym
 import pytest
-import torch
-import torch._dynamo  # so does an optimizer of torch's: once here, not in each copy
 from program import (
     assert_same,
-    content,
     in_a_fork,
     rows,
     scalars,
     status,
     toy,
     train_until_killed,
-    write_checkpoint,
 )
 from tqdm import tqdm
 

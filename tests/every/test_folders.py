@@ -2,18 +2,13 @@
 written is told in one line; environments are closed, in threads, too."""
 
 import json
-import os
-import re
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import gymnasium as gym
-import numpy as np
 import pytest
-import torch
-from program import ROOT, Clockwork, content, rows, run, status
+from program import Clockwork, status
 
 import ppo
 import ppo_continuous_action

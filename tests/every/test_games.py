@@ -1,22 +1,16 @@
 """What a run may do to its folder, a folder to a run, and numbers to training: in the scripts that
 play games or simulate on the device. `Small` environments stand for the real ones."""
 
-import fcntl
 import importlib
-import json
-import sys
 import threading
-import time
 from importlib import metadata
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 from maths import frames_agent, frames_rollout
-from program import Levels, Toy, content, installed, rows, scalars, status, write_checkpoint
+from program import Levels, Toy, installed, scalars, status
 from scripts import Duel, small_environments
 
 ENVPOOL = (

@@ -3,11 +3,8 @@ the policy, boxes of any shape and type, what is edited or damaged."""
 
 import json
 import os
-import re
 import signal
-import sys
 import time
-import zipfile
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +22,6 @@ from program import (
     scalars,
     status,
     train_until_killed,
-    write_checkpoint,
 )
 
 import ppo_cma

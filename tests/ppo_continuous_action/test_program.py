@@ -15,7 +15,6 @@ import sys
 import tomllib
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
