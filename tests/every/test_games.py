@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from maths import frames_agent, frames_rollout
 from program import Levels, Toy, scalars, status
 from scripts import Duel, small_environments
 
@@ -173,12 +174,10 @@ def test_parameters_frozen_before_stay_as_they_are(script, tmp_path, monkeypatch
 @pytest.mark.slow
 def test_compiled_code_follows_numbers_of_args():
     """Also the third and later ones, which torch 2.13 would not follow by itself."""
-    import test_atari as tests
-
-    script, args = tests.script, parse(MULTI, f"{ENVPOOL} --compile")
-    data, agents = tests.synthetic(8, 4), []
+    script, args = importlib.import_module(MULTI), parse(MULTI, f"{ENVPOOL} --compile")
+    data, agents = frames_rollout(MULTI, 8, 4), []
     for _ in range(2):
-        agents.append(tests.make_agent(args))
+        agents.append(frames_agent(MULTI, args))
     gradient = script.compile_grad(agents[1], args)
     assert gradient is not script.minibatch_grad
     for k, clip in enumerate((0.1, 0.05, 0.02, 0.3, 0.01)):

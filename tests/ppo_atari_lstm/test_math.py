@@ -3,7 +3,6 @@ it, and the script as a program. Most tests replace EnvPool's games by Frame, wh
 What all scripts promise is in every/."""
 
 import hashlib
-import math
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -12,12 +11,14 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from maths import Log, frames_agent, frames_rollout, see_coarsely, slow_recurrent
 from program import Toy, assert_same, rows, scalars, status
 
 import ppo_atari_lstm as script
 import ppo_atari_multigpu
 from ppo_atari_lstm import Args
 
+NAME = "ppo_atari_lstm"
 SMALL = (
     "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1 "
     "--env-threads 1 --no-cuda --checkpoint-interval 2"
@@ -60,34 +61,12 @@ def train(folder: Path, flags: str = "") -> dict:
     return script.load_checkpoint(folder)
 
 
-def make_agent(args: Args, louder: float = 1.0):
-    """A new agent. Its recurrent weights and value times `louder`: what it remembers shows more."""
-    torch.manual_seed(args.seed)
-    agent = script.Agent(Frame, args)
-    with torch.no_grad():
-        agent.lstm.weight_hh_l0 *= louder
-        agent.critic.weight *= louder
-        agent.actor.weight *= 10 * louder
-    agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)
-    return agent
-
-
-class Log:
-    """What rollout needs of a Run."""
-
-    def __init__(self):
-        self.global_step, self.iteration, self.rows = 0, 0, []
-
-    def log_episodes(self, ended):
-        self.rows += [(self.global_step, score, length) for _, score, length in ended]
-
-
 class Game:
     """Environments, an agent and its state; `roll()` is the next rollout."""
 
     def __init__(self, args: Args, louder: float = 1.0):
         self.args, self.log = args, Log()
-        self.envs, self.agent = script.Envs(args, slice(None)), make_agent(args, louder)
+        self.envs, self.agent = script.Envs(args, slice(None)), frames_agent(NAME, args, louder)
         self.state = self.agent.initial_state(args.num_envs)
 
     def roll(self) -> script.Rollout:
@@ -107,80 +86,19 @@ def calls_of(agent) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return calls
 
 
-def cell(agent, x: torch.Tensor, h: torch.Tensor, c: torch.Tensor):
-    """A step of the LSTM, as in the book: x [512], h and c [128]."""
-    w_ih, w_hh, b_ih, b_hh = agent.lstm.parameters()
-    i, f, g, o = (w_ih @ x + b_ih + w_hh @ h + b_hh).view(4, 128)
-    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-    return o.sigmoid() * c.tanh(), c
-
-
-def slow_policy(agent, obs, state, first):
-    """`Agent.policy` row by row and environment by environment; obs [T, N, ...], first [T, N]."""
-    T, N = first.shape
-    logprobs, values = [], []
-    states = [(state[0, i], state[1, i]) for i in range(N)]
-    for t in range(T):
-        for i in range(N):
-            if first[t, i]:
-                states[i] = (torch.zeros(128), torch.zeros(128))
-            states[i] = cell(agent, agent.network(obs[t, i][None] / 255.0)[0], *states[i])
-            logprobs.append(agent.actor(states[i][0]).log_softmax(dim=-1))
-            values.append(agent.critic(states[i][0])[0])
-    state = torch.stack([torch.stack(x) for x in zip(*states, strict=True)])
-    return torch.stack(logprobs), torch.stack(values), state
-
-
-# --- the network ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("actions", "parameters"), [(4, 2_007_333), (6, 2_007_591)])
-def test_network_as_in_cleanrl(actions, parameters):
-    class Space:
-        action_space = gym.spaces.Discrete(actions)
-
-    torch.manual_seed(0)
-    agent = script.Agent(Space)
-    assert sum(p.numel() for p in agent.parameters()) == parameters
-    assert sum(p.numel() for p in agent.network.parameters()) == 1_677_984
-    assert sum(p.numel() for p in agent.lstm.parameters()) == 328_704
-    layers = [m for m in agent.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)]
-    weights = [layer.weight for layer in layers] + [
-        agent.lstm.weight_ih_l0,
-        agent.lstm.weight_hh_l0,
-    ]
-    for weight, gain in zip(weights, [math.sqrt(2)] * 4 + [0.01, 1.0, 1.0, 1.0], strict=True):
-        singular = torch.linalg.svdvals(weight.detach().flatten(1))
-        torch.testing.assert_close(singular, torch.full_like(singular, gain))
-    assert all((p == 0).all() for name, p in agent.named_parameters() if "bias" in name)
-    obs, first = torch.randint(0, 256, (6, 1, 84, 84), dtype=torch.uint8), torch.zeros(6).bool()
-    state = agent.initial_state(2)
-    assert state.shape == (2, 2, 128)
-    assert not state.any()
-    with torch.no_grad():
-        action, logprob, entropy, value, after = agent.get_action_and_value(obs, state, first)
-        same, again, *_ = agent.get_action_and_value(obs, state, first, action)
-        assert torch.equal(agent.get_value(obs, state, first), value)
-    assert action.shape == logprob.shape == entropy.shape == value.shape == (6,)
-    assert after.shape == (2, 2, 128)
-    assert torch.equal(same, action)
-    assert torch.equal(again, logprob)
-    assert entropy.tolist() == pytest.approx([math.log(actions)] * 6, abs=1e-3)
-
-
 @pytest.mark.parametrize("often", [0.0, 0.2, 1.0])
 def test_fused_calls_give_what_a_cell_gives_row_by_row(often):
     T, N = 9, 3
-    agent, rng = make_agent(Args(), louder=3.0), np.random.default_rng(0)
+    agent, rng = frames_agent(NAME, Args(), 3.0), np.random.default_rng(0)
     obs = torch.as_tensor(rng.integers(0, 256, (T, N, 1, 84, 84), dtype=np.uint8))
     state = torch.as_tensor(rng.normal(size=(2, N, 128)), dtype=torch.float32)
     first = torch.as_tensor(rng.random((T, N)) < often)
     weights, found = torch.as_tensor(rng.normal(size=T * N)), []
     calls = calls_of(agent)
-    for policy in (agent.policy, slow_policy):
+    for policy in (agent.policy, slow_recurrent):
         agent.zero_grad()
-        if policy is slow_policy:
-            outputs = slow_policy(agent, obs, state, first)
+        if policy is slow_recurrent:
+            outputs = slow_recurrent(agent, obs, state, first)
         else:
             outputs = policy(obs.flatten(0, 1), state, first.flatten())
         logprobs, values, after = outputs
@@ -199,7 +117,7 @@ def test_fused_calls_give_what_a_cell_gives_row_by_row(often):
 def test_row_by_row_calls_give_the_same():
     """As in acting: T calls, each going on with the state that the last one left."""
     T, N = 12, 4
-    agent, rng = make_agent(Args(), louder=3.0), np.random.default_rng(1)
+    agent, rng = frames_agent(NAME, Args(), 3.0), np.random.default_rng(1)
     obs = torch.as_tensor(rng.integers(0, 256, (T, N, 1, 84, 84), dtype=np.uint8))
     first = torch.as_tensor(rng.random((T, N)) < 0.15)
     state = start = torch.as_tensor(rng.normal(size=(2, N, 128)), dtype=torch.float32)
@@ -236,6 +154,9 @@ def test_the_state_is_cleared_before_the_row_after_the_ended_one(frames):
                 assert (used[:, i] != 0).all()
         after = left
     for k, data in enumerate(rollouts):
+        assert (data.obs.dtype, data.obs.shape) == (torch.uint8, (10, 4, 1, 84, 84))
+        assert set(np.unique(data.rewards)) == {0.0, 1.0}  # clipped
+        assert len(set(data.actions.flatten().tolist())) == 4
         for t, i in np.ndindex(10, 4):
             in_life = (10 * k + t) % (lives[i] + 1)
             assert bool(data.first[t, i]) == (in_life == 0)
@@ -282,8 +203,8 @@ def test_a_truncation_bootstraps_from_the_value_of_its_last_observation_and_hist
             none = torch.zeros(last + 1 - begin, 1, dtype=bool)
             episode = obs[begin : last + 1, i][:, None]
             with torch.no_grad():
-                _, v, _ = slow_policy(game.agent, episode, torch.zeros(2, 1, 128), none)
-                alone = slow_policy(game.agent, episode[-1:], torch.zeros(2, 1, 128), none[-1:])
+                _, v, _ = slow_recurrent(game.agent, episode, torch.zeros(2, 1, 128), none)
+                alone = slow_recurrent(game.agent, episode[-1:], torch.zeros(2, 1, 128), none[-1:])
             cleared.append(abs(float(alone[1] - v[-1])))
             np.testing.assert_allclose(v, values[begin : last + 1, i], atol=1e-5)
             v = v.double().numpy()
@@ -299,51 +220,13 @@ def test_a_truncation_bootstraps_from_the_value_of_its_last_observation_and_hist
     assert np.median(cleared) > 0.01  # a state cleared on the ended row would be found
 
 
-def test_score_is_the_raw_sum_over_a_whole_game(frames):
-    game = Game(small("--num-steps 25"))
-    data = game.roll()
-    wanted = []  # games of 2 lives, a junk row after each
-    for i, life in enumerate((3, 4, 5, 3)):
-        for end in range(2 * life, 25, 2 * life + 2):
-            wanted.append((end + 1, sum(i + t for t in range(1, 2 * life + 1)), 2 * life, i))
-    wanted.sort(key=lambda game: (game[0], game[3]))
-    steps = data.valid.sum(axis=1).cumsum()
-    assert game.log.rows == [(steps[end - 1], score, length) for end, score, length, _ in wanted]
-    assert game.log.global_step == data.valid.sum() == steps[-1] < 100
-    assert set(np.unique(data.rewards)) <= {0.0, 1.0}  # clipped
-    assert (data.obs.dtype, data.obs.shape) == (torch.uint8, (25, 4, 1, 84, 84))
-    assert len(set(data.actions.flatten().tolist())) == 4
-
-
-# --- learning -------------------------------------------------------------------------------------
-
-
-def synthetic(T: int, N: int = 8) -> script.Rollout:
-    """A rollout whose environments end now and then, each end followed by a junk row."""
-    rng = np.random.default_rng(T)
-    terminated, truncated, valid, first = np.zeros((4, T, N), bool)
-    for t in range(T):
-        valid[t] = True if t == 0 else ~(terminated | truncated)[t - 1]
-        first[t] = rng.random(N) < 0.3 if t == 0 else ~valid[t - 1]
-        terminated[t], truncated[t] = valid[t] & (rng.random((2, N)) < 0.15)
-        truncated[t] &= ~terminated[t]
-    obs = torch.as_tensor(rng.integers(0, 256, (T, N, 1, 84, 84), dtype=np.uint8))
-    noise = torch.as_tensor(rng.normal(size=(2 * T + 1, N)), dtype=torch.float32)
-    state = torch.as_tensor(rng.normal(size=(2, N, 128)), dtype=torch.float32)
-    return script.Rollout(
-        state, torch.as_tensor(first), obs, torch.as_tensor(rng.integers(0, 4, (T, N))),
-        math.log(0.25) + 0.02 * noise[:T], noise[T:], rng.normal(size=(T, N)) * valid,
-        terminated, truncated, valid,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("minibatches", [4, 3])
 def test_minibatches_are_whole_environments(minibatches, monkeypatch):
     args = Args(num_envs=8, num_steps=6, num_minibatches=minibatches, update_epochs=3)
-    data, batches, plain = synthetic(6), [], script.ppo_loss
+    data, batches, plain = frames_rollout(NAME, 6), [], script.ppo_loss
     monkeypatch.setattr(script, "ppo_loss", lambda *a: batches.append(a[2]) or plain(*a))
     for iteration in (5, 6):
-        script.update(make_agent(args), data, iteration, 1e-3, args)
+        script.update(frames_agent(NAME, args), data, iteration, 1e-3, args)
     assert len(batches) == 2 * 3 * minibatches
     orders = []
     for batch in batches:
@@ -365,100 +248,6 @@ def test_minibatches_are_whole_environments(minibatches, monkeypatch):
         assert sorted(chain(*epoch)) == list(range(8))
         assert max(map(len, epoch)) - min(map(len, epoch)) == (minibatches == 3)
     assert len({str(epoch) for epoch in epochs}) == 6  # drawn anew each time
-
-
-def test_update_is_plain_autograd_through_a_cell_row_by_row(monkeypatch):
-    """Losses, gradient, its clipping, Adam and metrics of two epochs, by a slow reference."""
-    flags = "--num-envs 4 --num-steps 7 --num-minibatches 2 --update-epochs 2 --num-threads 1"
-    args, data = parse(flags), synthetic(7, 4)
-    agent, net = make_agent(args, louder=2.0), make_agent(args, louder=2.0)
-    start = torch.nn.utils.parameters_to_vector(net.parameters()).detach()
-    adam = torch.optim.Adam(net.parameters(), lr=1e-4, eps=1e-5)
-    values, advantages, last = data.values.double().numpy(), np.zeros((7, 4)), np.zeros(4)
-    for t in reversed(range(7)):
-        delta = data.rewards[t] + 0.99 * values[t + 1] * ~data.terminated[t] - values[t]
-        last = delta + 0.99 * 0.95 * last * ~(data.terminated | data.truncated)[t]
-        advantages[t] = last
-    advantages = torch.tensor(advantages, dtype=torch.float32)
-    v0, valid, seen = data.values[:-1], torch.as_tensor(data.valid), []
-    returns, rng = advantages + v0, np.random.default_rng((args.seed, 2, 1))
-    for _ in range(2):
-        for which in np.split(rng.permutation(4), 2):
-            given = data.obs[:, which], data.state[:, which], data.first[:, which]
-            logprobs, v, _ = slow_policy(net, *given)
-            keep = valid[:, which].flatten()
-
-            def part(x, which=which, keep=keep):
-                return x[:, which].flatten()[keep]
-
-            pi, v = torch.distributions.Categorical(logits=logprobs[keep]), v[keep]
-            a = part(advantages)
-            a = (a - a.mean()) / (a.std() + 1e-8)
-            ratio = (pi.log_prob(part(data.actions)) - part(data.logprobs)).exp()
-            pg = torch.max(-a * ratio, -a * ratio.clamp(0.9, 1.1)).mean()
-            near = part(v0) + (v - part(v0)).clamp(-0.1, 0.1)
-            vl = torch.max((v - part(returns)) ** 2, (near - part(returns)) ** 2).mean() / 2
-            adam.zero_grad()
-            (pg - 0.01 * pi.entropy().mean() + 0.5 * vl).backward()
-            norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-            adam.step()
-            kl, clipped = (ratio - 1 - ratio.log()).mean(), (ratio - 1).abs() > 0.1
-            means = [vl, pg, pi.entropy().mean(), -ratio.log().mean(), kl, clipped.float().mean()]
-            seen.append([x.item() for x in (*means, norm)])
-    metrics = script.update(agent, data, 2, 1e-4, args)
-    ours, theirs = (
-        torch.nn.utils.parameters_to_vector(x.parameters()).detach() for x in (agent, net)
-    )
-    assert (theirs - start).abs().max() > 2e-4
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
-    names = ["value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"]
-    names += ["grad_norm"]
-    for name, value in zip(names, torch.tensor(seen).mean(dim=0).tolist(), strict=True):
-        assert metrics[f"losses/{name}"] == pytest.approx(value, rel=1e-3, abs=1e-5), name
-    assert metrics["losses/clipfrac"] > 0
-    residual, targets = (x.double()[valid].var() for x in (returns - v0, returns))
-    explained = 1 - (residual / targets).item()
-    assert metrics["losses/explained_variance"] == pytest.approx(explained, abs=1e-5)
-
-
-def test_junk_rows_are_never_learned_from():
-    args = parse("--num-envs 8 --num-steps 6 --num-minibatches 2 --update-epochs 1")
-    data, after = synthetic(6), []
-    assert 3 < (~data.valid).sum() < 20
-    junk = torch.as_tensor(~data.valid)
-    other = data._replace(
-        actions=torch.where(junk, torch.randint(0, 4, (6, 8)), data.actions),
-        logprobs=torch.where(junk, -1.0, data.logprobs),
-        obs=torch.where(junk[..., None, None, None], 255 - data.obs, data.obs),
-        rewards=np.where(data.valid, data.rewards, 5.0),
-    )
-    for it in (data, other):
-        agent = make_agent(args)
-        after.append(script.update(agent, it, 0, 1e-3, args))
-        after.append(torch.nn.utils.parameters_to_vector(agent.parameters()))
-    assert torch.equal(after[1], after[3])
-    assert after[0] == after[2]
-
-
-def test_gae_by_hand():
-    rewards, values = np.array([[1.0], [0.0], [2.0], [0.0]]), np.array([[1.0], [2], [3], [4], [5]])
-    no, third = np.zeros((4, 1), bool), np.array([[0], [0], [1], [0]], bool)
-    deltas = [1 + 0.9 * 2 - 1, 0.9 * 3 - 2, 2 + 0.9 * 4 - 3, 0.9 * 5 - 4]
-    cut = [*deltas[:2], 2 - 3, deltas[3]]
-    for terminated, truncated, d in ((no, no, deltas), (no, third, deltas), (third, no, cut)):
-        ends = bool((terminated | truncated)[2])
-        wanted = [0, 0, d[2] if ends else d[2] + 0.45 * d[3], d[3]]
-        wanted[1] = d[1] + 0.45 * wanted[2]
-        wanted[0] = d[0] + 0.45 * wanted[1]
-        found = script.gae(rewards, values, terminated, truncated, 0.9, 0.5)
-        assert found.ravel().tolist() == pytest.approx(wanted)
-
-
-def test_a_kl_stop_ends_after_an_epoch():
-    args = parse(f"{SMALL} --num-envs 8 --num-steps 6 --update-epochs 4 --target-kl 1e-9")
-    agent = make_agent(args)
-    script.update(agent, synthetic(6), 0, 1e-3, args)
-    assert {int(state["step"]) for state in agent.adam.state.values()} == {2}
 
 
 class Cue:
@@ -509,7 +298,7 @@ def forgets(monkeypatch):
 
 
 def test_it_remembers(monkeypatch, tmp_path):
-    """Measured, of the last 100: 0.96, 0.92 and 0.92 with seeds 1 to 3, in 15 CPU seconds."""
+    see_coarsely(monkeypatch, NAME)
     monkeypatch.setattr(envpool, "make", Cue)
     flags = "--num-steps 32 --total-timesteps 4096"
     assert last_returns(tmp_path / "run", flags) > 0.7
@@ -555,16 +344,6 @@ def test_frames_of_a_real_game(env_id, monkeypatch):
         assert (envs.first.numpy() == over).all()
         assert not (over & (terminated | truncated)).any()
     assert found == wanted
-
-
-IDS = {"Breakout-v5": 0.0, "BreakoutNoFrameskip-v4": 0.0, "ALE/Breakout-v5": 0.25}
-
-
-@pytest.mark.parametrize("env_id", IDS)
-def test_ids_of_gymnasium_and_their_sticky_actions(env_id, frames):
-    script.Envs(small(f"--env-id {env_id}"), slice(None))
-    assert frames[0]["name"] == "Breakout-v5"
-    assert frames[0]["repeat_action_probability"] == IDS[env_id]
 
 
 # --- acting, and as a program ---------------------------------------------------------------------
@@ -643,37 +422,6 @@ def test_the_same_command_gives_the_same_bits(frames, tmp_path):
     assert rows(tmp_path / "a") == rows(tmp_path / "b")
     other = train(tmp_path / "c", "--seed 2")
     assert not torch.equal(other["agent"]["actor.weight"], runs[0]["agent"]["actor.weight"])
-
-
-@pytest.mark.parametrize("flags", ["--no-channels-last", "--bf16"])
-def test_memory_order_and_bf16_learn_nearly_the_same(flags):
-    changes = []
-    for more in ("", flags):
-        args = parse(f"{SMALL} --num-envs 8 --num-steps 6 {more}")
-        agent = make_agent(args)
-        start = torch.nn.utils.parameters_to_vector(agent.parameters()).detach()
-        for k in range(2):
-            script.update(agent, synthetic(6), k, 2.5e-4, args)
-        changes.append(torch.nn.utils.parameters_to_vector(agent.parameters()).detach() - start)
-    if flags == "--bf16":
-        assert not torch.equal(*changes)
-        assert torch.cosine_similarity(*changes, dim=0) > 0.95
-    else:
-        torch.testing.assert_close(*changes, atol=1e-5, rtol=0)
-
-
-@pytest.mark.slow
-def test_compiled_learns_nearly_the_same(capsys):
-    after = []
-    for how in ("eager", "compiled"):
-        args = parse(f"{SMALL} --num-envs 8 --num-steps 6")
-        agent = make_agent(args)
-        if how == "compiled":
-            assert script.compile_hidden(agent) == "compiled"
-        for k in range(2):
-            script.update(agent, synthetic(6), k, 2.5e-4, args)
-        after.append(torch.nn.utils.parameters_to_vector(agent.parameters()).detach())
-    torch.testing.assert_close(*after, atol=1e-5, rtol=0)
 
 
 def test_what_is_not_finite_is_not_saved(frames, tmp_path, monkeypatch):

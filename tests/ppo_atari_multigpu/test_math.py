@@ -3,7 +3,6 @@ Most tests replace EnvPool's games by Toy, whose ends, lives and scores are know
 promise is in every/."""
 
 import hashlib
-import math
 import os
 import shutil
 import signal
@@ -16,12 +15,14 @@ import envpool
 import numpy as np
 import pytest
 import torch
+from maths import Log, frames_agent, frames_rollout, two_updates
 from program import ROOT, Toy, assert_same, free_port, rows, scalars, status
 from replay import Waits, no_graphs_but_tapes
 
 import ppo_atari_multigpu as script
-from ppo_atari_multigpu import METRICS, Args
+from ppo_atari_multigpu import Args
 
+NAME = "ppo_atari_multigpu"
 SMALL = (
     "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1 "
     "--env-threads 1 --no-cuda --checkpoint-interval 2"
@@ -59,23 +60,6 @@ def adam_steps(state: dict) -> int:
     return int(state["state"][0]["step"])
 
 
-def make_agent(args: Args):
-    torch.manual_seed(args.seed)
-    agent = script.Agent(Toy, args)
-    agent.adam = script.flat_adam(agent)
-    return agent
-
-
-class Log:
-    """What rollout needs of a Run."""
-
-    def __init__(self):
-        self.global_step, self.iteration, self.rows = 0, 0, []
-
-    def log_episodes(self, ended):
-        self.rows += [(self.global_step, score, length) for _, score, length in ended]
-
-
 # --- one process and many -------------------------------------------------------------------------
 
 # 8 environments each; what `update` is asked to do with the same data
@@ -86,22 +70,6 @@ SETUPS = {
 }
 
 
-def synthetic(T: int, N: int = 8) -> script.Rollout:
-    """A rollout of all environments, which end now and then, each end followed by a junk row."""
-    rng = np.random.default_rng(T)
-    terminated, truncated, valid = np.zeros((3, T, N), bool)
-    for t in range(T):
-        valid[t] = True if t == 0 else ~(terminated | truncated)[t - 1]
-        terminated[t], truncated[t] = valid[t] & (rng.random((2, N)) < 0.15)
-        truncated[t] &= ~terminated[t]
-    obs = torch.as_tensor(rng.integers(0, 256, (T, N, 4, 84, 84), dtype=np.uint8))
-    noise = torch.as_tensor(rng.normal(size=(2 * T + 1, N)), dtype=torch.float32)
-    return script.Rollout(
-        obs, torch.as_tensor(rng.integers(0, 4, (T, N))), math.log(0.25) + 0.02 * noise[:T],
-        noise[T:], rng.normal(size=(T, N)) * valid, terminated, truncated, valid,
-    )  # fmt: skip
-
-
 def share_of(data: script.Rollout, which: slice) -> script.Rollout:
     return script.Rollout(*(x[:, which] for x in data))
 
@@ -109,10 +77,10 @@ def share_of(data: script.Rollout, which: slice) -> script.Rollout:
 def spied_update(setup: str) -> dict:
     """Two updates of this process with its share of the data, and what they left."""
     args = parse(f"--num-envs 8 --num-minibatches 2 --update-epochs 2 {SETUPS[setup]}")
-    agent, found = make_agent(args), []
+    agent, found = frames_agent(NAME, args), []
     plain = script.advantage_moments
     script.advantage_moments = lambda *inputs: found.append(plain(*inputs)) or found[-1]
-    data = share_of(synthetic(args.num_steps), script.own_envs(args))
+    data = share_of(frames_rollout(NAME, args.num_steps), script.own_envs(args))
     metrics = [script.update(agent, data, k, args.learning_rate, args) for k in (3, 4)]
     script.advantage_moments = plain
     steps = adam_steps(agent.adam.state_dict())
@@ -171,7 +139,7 @@ def test_two_processes_update_as_one(setup, pair):
     both = [torch.load(pair / f"updates{rank}.pt")[setup] for rank in (0, 1)]
     assert_same(both[0], both[1])
     alone = spied_update(setup)
-    start = make_agent(Args(num_envs=8)).vector
+    start = frames_agent(NAME, Args(num_envs=8)).vector
     assert (alone["parameters"] - start).abs().max() > 2e-4  # went somewhere
     torch.testing.assert_close(both[0]["parameters"], alone["parameters"], atol=1e-6, rtol=0)
     torch.testing.assert_close(both[0]["moments"], alone["moments"], atol=1e-6, rtol=1e-6)
@@ -214,58 +182,6 @@ def test_a_run_of_two_processes_goes_on_with_one(pair, toys, tmp_path):
     first, second = (adam_steps(run["optimizer"]) for run in (before, after))
     assert second == first + 4
     assert len(toys[0]["seed"]) == 4
-
-
-def test_update_is_plain_autograd_with_torchs_adam():
-    args = parse("--num-envs 8 --num-steps 7 --num-minibatches 3 --update-epochs 2 --num-threads 1")
-    data, agent = synthetic(7), make_agent(args)
-    nn, start = torch.nn, agent.vector.clone()
-    body = nn.Sequential(
-        nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(),
-        nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(),
-    )  # fmt: skip
-    net = nn.ModuleDict({"network": body, "actor": nn.Linear(512, 4), "critic": nn.Linear(512, 1)})
-    net.load_state_dict(agent.state_dict())
-    adam = torch.optim.Adam(net.parameters(), lr=1e-4, eps=1e-5)
-
-    advantages, last = np.zeros((7, 8)), np.zeros(8)
-    values = data.values.double().numpy()
-    for t in reversed(range(7)):
-        delta = data.rewards[t] + 0.99 * values[t + 1] * ~data.terminated[t] - values[t]
-        last = delta + 0.99 * 0.95 * last * ~(data.terminated | data.truncated)[t]
-        advantages[t] = last
-    advantages = torch.tensor(advantages.ravel(), dtype=torch.float32)
-    obs, acts, old = data.obs.flatten(0, 1) / 255, data.actions.flatten(), data.logprobs.flatten()
-    v0, valid = data.values[:-1].flatten(), data.valid.ravel()
-    returns, seen = advantages + v0, []
-    for epoch in script.minibatch_rows(2, slice(0, 8), args):
-        for i in epoch:
-            i = i[torch.as_tensor(valid)[i]]
-            hidden = net["network"](obs[i])
-            pi = torch.distributions.Categorical(logits=net["actor"](hidden))
-            v = net["critic"](hidden).squeeze(-1)
-            a = (advantages[i] - advantages[i].mean()) / (advantages[i].std() + 1e-8)
-            ratio = (pi.log_prob(acts[i]) - old[i]).exp()
-            pg = torch.max(-a * ratio, -a * ratio.clamp(0.9, 1.1)).mean()
-            near = v0[i] + (v - v0[i]).clamp(-0.1, 0.1)
-            vl = torch.max((v - returns[i]) ** 2, (near - returns[i]) ** 2).mean() / 2
-            adam.zero_grad()
-            (pg - 0.01 * pi.entropy().mean() + 0.5 * vl).backward()
-            norm = nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-            adam.step()
-            kl = (ratio - 1 - ratio.log()).mean()
-            clipped = ((ratio - 1).abs() > 0.1).float().mean()
-            means = [vl, pg, pi.entropy().mean(), -ratio.log().mean(), kl, clipped, norm]
-            seen.append([x.item() for x in means])
-    metrics = script.update(agent, data, 2, 1e-4, args)
-    theirs = nn.utils.parameters_to_vector(net.parameters())
-    assert (theirs - start).abs().max() > 2e-4
-    torch.testing.assert_close(agent.vector, theirs, atol=1e-5, rtol=0)
-    for name, value in zip(METRICS, torch.tensor(seen).mean(dim=0).tolist(), strict=True):
-        assert metrics[f"losses/{name}"] == pytest.approx(value, rel=1e-3, abs=1e-5), name
-    residual, targets = (x.double()[valid].var() for x in (returns - v0, returns))
-    explained = 1 - (residual / targets).item()
-    assert metrics["losses/explained_variance"] == pytest.approx(explained, abs=1e-5)
 
 
 @pytest.mark.parametrize(("T", "minibatches"), [(8, 4), (7, 3), (1, 1), (5, 5)])
@@ -340,7 +256,7 @@ class Player:
 
     def __init__(self, args: Args, which=slice(0, 4), device: str = "cpu", act=script.acting_step):
         self.args, self.act, self.log = args, act, Log()
-        self.envs, self.agent = script.Envs(args, which), make_agent(args).to(device)
+        self.envs, self.agent = script.Envs(args, which), frames_agent(NAME, args).to(device)
         self.agent.adam = script.flat_adam(self.agent)
         self.at, self.data = script.start(self.agent, self.envs, args)
 
@@ -348,22 +264,6 @@ class Player:
         given = self.agent, self.envs, self.at, self.data, self.log, self.args, self.act
         script.rollout(*given)
         return self.data
-
-
-def test_score_is_the_raw_sum_over_a_whole_game(toys):
-    args = small("--num-steps 25")
-    player = Player(args)
-    log, data = player.log, player.rollout()
-    # games of 2 lives, a junk row after each
-    wanted = []
-    for i, life in enumerate((3, 4, 5, 3)):
-        for end in range(2 * life, 25, 2 * life + 2):
-            wanted.append((end + 1, sum(i + t for t in range(1, 2 * life + 1)), 2 * life, i))
-    wanted.sort(key=lambda game: (game[0], game[3]))
-    steps = data.valid.sum(axis=1).cumsum()
-    assert log.rows == [(steps[end - 1], score, length) for end, score, length, _ in wanted]
-    assert log.global_step == data.valid.sum() == steps[-1] < 100
-    assert set(np.unique(data.rewards)) <= {0.0, 1.0}  # clipped
 
 
 def test_rows_of_a_rollout_and_their_types(toys):
@@ -378,6 +278,7 @@ def test_rows_of_a_rollout_and_their_types(toys):
     assert data.valid[:, 0].tolist() == [True] * 3 + [False] + [True] * 3 + [False, True]
     assert data.terminated[:, 0].tolist() == [t in (2, 6) for t in range(9)]
     assert (data.rewards[~data.valid] == 0).all()
+    assert set(np.unique(data.rewards)) == {0.0, 1.0}  # clipped
     with torch.no_grad():  # of the policy that acted, at the observations stored
         _, logprob, _, values = agent(data.obs.flatten(0, 1), data.actions.flatten())
         assert torch.allclose(agent.get_value(torch.as_tensor(envs.obs)), data.values[-1])
@@ -464,90 +365,13 @@ def test_a_lost_life_ends_the_return_and_truncation_bootstraps(toys, monkeypatch
     assert (15.0, 5) in [row[1:] for row in log.rows]  # the game is over
 
 
-def test_junk_rows_change_no_bit_of_an_update(toys):
-    args = parse("--num-envs 8 --num-steps 6 --num-minibatches 2 --update-epochs 1")
-    data, after = synthetic(6), []
-    assert 3 < (~data.valid).sum() < 20
-    junk = torch.as_tensor(~data.valid)
-    noise = torch.randint(0, 4, (6, 8))
-    other = data._replace(
-        actions=torch.where(junk, noise, data.actions),
-        logprobs=torch.where(junk, -1.0, data.logprobs),
-        rewards=np.where(data.valid, data.rewards, 5.0),
-    )
-    for it in (data, other):
-        agent = make_agent(args)
-        after.append(script.update(agent, it, 0, 1e-3, args))
-        after.append(agent.vector)
-    assert torch.equal(after[1], after[3])
-    assert after[0] == after[2]
-
-
-# --- agent ----------------------------------------------------------------------------------------
-
-
-def test_agent_as_in_cleanrl():
-    torch.manual_seed(0)
-    agent = script.Agent(Toy)
-    obs = torch.randint(0, 256, (5, 4, 84, 84), dtype=torch.uint8)
-    with torch.no_grad():
-        action, logprob, entropy, value = agent.get_action_and_value(obs)
-        same, again, _, _ = agent.get_action_and_value(obs, action)
-        floats = agent.get_value(obs.float())
-    assert action.shape == logprob.shape == entropy.shape == value.shape == (5,)
-    assert action.dtype == torch.int64
-    assert torch.equal(same, action)
-    assert torch.equal(again, logprob)
-    torch.testing.assert_close(floats, value)  # scaled in the network
-    assert entropy.tolist() == pytest.approx([math.log(4)] * 5, abs=1e-3)
-    layers = [m for m in agent.modules() if hasattr(m, "weight")]
-    gains = [math.sqrt(2)] * 4 + [0.01, 1.0]
-    for layer, gain in zip(layers, gains, strict=True):
-        singular = torch.linalg.svdvals(layer.weight.detach().flatten(1))
-        torch.testing.assert_close(singular, torch.full_like(singular, gain))
-        assert (layer.bias == 0).all()
-    assert sum(p.numel() for p in agent.parameters()) == 1_686_693  # of the paper, 4 actions
-
-
-def one_update(flags: str, device: str = "cpu") -> torch.Tensor:
-    args = parse(f"--num-envs 8 --num-steps 6 --num-minibatches 2 --update-epochs 1 {flags}")
-    agent = make_agent(args).to(device)
-    agent.adam = script.flat_adam(agent)
-    gradient = script.compile_grad(agent, args)
-    data = synthetic(6)
-    tensors = {k: x.to(device) for k, x in data._asdict().items() if isinstance(x, torch.Tensor)}
-    for k in range(2):
-        script.update(agent, data._replace(**tensors), k, 2.5e-4, args, gradient)
-    return agent.vector.cpu()
-
-
-def test_memory_order_and_bf16_leave_nearly_the_same_parameters():
-    start = make_agent(Args()).vector
-    plain = one_update("--no-cuda")
-    other = one_update("--no-cuda --no-channels-last")
-    torch.testing.assert_close(other, plain, atol=1e-6, rtol=0)
-    low = one_update("--no-cuda --bf16")
-    assert not torch.equal(low, plain)
-    assert torch.cosine_similarity(low - start, plain - start, dim=0) > 0.97
-    assert (low - plain).norm() < 0.25 * (plain - start).norm()
-
-
-@pytest.mark.slow
-def test_compiled_leaves_nearly_the_same_parameters(capsys):
-    compiled = one_update("--no-cuda --compile")
-    assert "going on eagerly" not in capsys.readouterr().out
-    torch.testing.assert_close(compiled, one_update("--no-cuda"), atol=1e-5, rtol=0)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 @pytest.mark.parametrize("flags", ["--compile", "--compile --cudagraphs"])
-def test_compiled_on_a_gpu_leaves_nearly_the_same_parameters(
-    flags, tmp_path, toys, capsys, monkeypatch
-):
+def test_compiled_on_a_gpu_learns_nearly_the_same(flags, tmp_path, toys, capsys, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    plain = one_update("", "cuda")
-    compiled = one_update(flags, "cuda")
+    plain = two_updates(NAME, "", "cuda")
+    compiled = two_updates(NAME, flags, "cuda")
     assert "going on eagerly" not in capsys.readouterr().out
     torch.testing.assert_close(compiled, plain, atol=1e-6, rtol=0)
     script.train(small(f"{flags} --cuda --run-dir {tmp_path / 'run'} --total-timesteps 96"))
@@ -582,16 +406,6 @@ def test_the_same_command_goes_on_where_it_was_cut_off(toys, tmp_path, monkeypat
     with pytest.raises(SystemExit) as end:  # a finished run is not begun again
         parse(flags)
     assert end.value.code == 2
-
-
-IDS = {"Breakout-v5": 0.0, "BreakoutNoFrameskip-v4": 0.0, "ALE/Breakout-v5": 0.25}
-
-
-@pytest.mark.parametrize("env_id", IDS)
-def test_ids_of_gymnasium_and_their_sticky_actions(env_id, toys):
-    script.Envs(small(f"--env-id {env_id}"), slice(0, 4))
-    assert toys[0]["name"] == "Breakout-v5"
-    assert toys[0]["repeat_action_probability"] == IDS[env_id]
 
 
 def test_arguments_of_a_run_cut_off_can_be_told_to_the_other_processes(tmp_path):

@@ -11,8 +11,7 @@ import pytest
 import stable_baselines3
 import torch
 from gymnasium import spaces
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from maths import Log
 from program import METRICS
 from stable_baselines3.common.logger import Logger
 
@@ -55,16 +54,6 @@ for name, space in (("ppo", spaces.Discrete(2)), ("ppo_continuous_action", BOX))
     gym.register(f"ClockLimit7{name}-v0", Clock, kwargs=kwargs, max_episode_steps=7)
     kwargs = {"action_space": space, "lengths": (5, 3)}
     gym.register(f"ClockEnds5and3{name}-v0", Clock, kwargs=kwargs, max_episode_steps=5)
-
-
-class Log:
-    """What rollout needs of a Run."""
-
-    def __init__(self):
-        self.global_step, self.rows = 0, []
-
-    def log_episodes(self, ended):
-        self.rows += [(self.global_step, score, length) for _, score, length in ended]
 
 
 def make_agent(script, env, args):
@@ -110,60 +99,6 @@ def random_rollout(script, T, N, obs_dim=2, actions=1, choices=2, ends=0.0):
 
 
 # --- advantages -----------------------------------------------------------------------------------
-
-
-@both
-def test_gae_by_hand(script):
-    """Trap 10: flags at index t belong to the step taken at t."""
-    flags = np.zeros((2, 4, 1), bool)
-    flags[1, 1] = True  # truncated in the second step; the third row is junk
-    values = np.array([1.0, 2.0, 4.0, 8.0, 16.0])[:, None]
-    rewards = np.array([1.0, 1.0, 99.0, 1.0])[:, None]
-    advantages = script.gae(rewards, values, *flags, 0.5, 0.5)[:, 0]
-    second = 1 + 0.5 * 4 - 2  # bootstraps from the true last observation's value, in row 2
-    assert advantages[[0, 1, 3]] == pytest.approx([1 + 0.5 * 2 - 1 + 0.25 * second, second, 1.0])
-    flags = flags[::-1]  # the same, terminated
-    advantages = script.gae(rewards, values, *flags, 0.5, 0.5)[:, 0]
-    assert advantages[[0, 1, 3]] == pytest.approx([1 + 0.5 * 2 - 1 + 0.25 * -1.0, -1.0, 1.0])
-    both_flags = np.logical_or(flags, flags[::-1])  # trap 2: terminated and truncated
-    assert script.gae(rewards, values, *both_flags, 0.5, 0.5)[1, 0] == -1.0
-
-
-def brute_force(rewards, values, terminated, truncated, gamma, gae_lambda):
-    """A_t as the sum over k of (gamma lambda)^k delta_{t+k}, to the end of t's episode."""
-    T, N = rewards.shape
-    advantages = np.zeros((T, N))
-    for i in range(N):
-        for t in range(T):
-            for k in range(t, T):
-                delta = rewards[k, i] - values[k, i]
-                if not terminated[k, i]:
-                    delta += gamma * values[k + 1, i]
-                advantages[t, i] += (gamma * gae_lambda) ** (k - t) * delta
-                if terminated[k, i] or truncated[k, i]:
-                    break
-    return advantages
-
-
-@both
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_gae_is_the_brute_force_sum(script, data):
-    T, N = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3))
-    kinds = st.sampled_from(["go", "go", "go", "terminated", "truncated", "both"])
-    drawn = np.array(data.draw(st.lists(kinds, min_size=T * N, max_size=T * N))).reshape(T, N)
-    gamma, gae_lambda = (data.draw(st.sampled_from([0.0, 0.9, 1.0])) for _ in range(2))
-    local = np.random.default_rng(data.draw(st.integers(0, 999)))
-    rewards, values = local.normal(size=(T, N)), local.normal(size=(T + 1, N))
-    valid = np.ones((T, N), bool)
-    for t in range(1, T):  # the row after an end is junk, and ends nothing
-        valid[t] = (drawn[t - 1] == "go") | ~valid[t - 1]
-        drawn[t][~valid[t]] = "go"
-    flags = [np.isin(drawn, [kind, "both"]) for kind in ("terminated", "truncated")]
-    expected = brute_force(rewards, values, *flags, gamma, gae_lambda)
-    rewards[~valid] = np.nan
-    advantages = script.gae(rewards, values, *flags, gamma, gae_lambda)
-    np.testing.assert_allclose(advantages[valid], expected[valid], atol=1e-12)
 
 
 # --- episode ends ---------------------------------------------------------------------------------
@@ -287,17 +222,6 @@ def test_reward_scaling_by_the_loop_it_stands_for():
         np.testing.assert_allclose(data.rewards, expected, rtol=1e-9)
         np.testing.assert_allclose(envs.discounted, running)
         assert k or [data.rewards.min(), data.rewards.max()] == [-10.0, 10.0]
-
-
-def test_moments_are_those_of_all_that_was_seen():
-    moments = ppo_continuous_action.RunningMoments((4,))
-    batches = [rng.normal(1000.0, [1e-2, 1, 5, 100], (n, 4)) for n in (1, 7, 5000)]
-    for batch in batches:
-        moments.update(batch)
-    seen = np.concatenate(batches)
-    np.testing.assert_allclose(moments.mean, seen.mean(axis=0), rtol=1e-12)
-    np.testing.assert_allclose(moments.var, seen.var(axis=0), rtol=1e-6)
-    assert moments.count == 5008
 
 
 def test_observations_are_normalized_and_clipped():

@@ -14,6 +14,7 @@ import torch
 from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from maths import Log
 from torch.distributions import Normal, kl_divergence
 
 import ppo_kl_adaptive as script
@@ -56,17 +57,6 @@ gym.register("Choice-v0", Lottery, kwargs={"actions": spaces.Discrete(3, start=5
 
 def parsed(line: str) -> Args:
     return script.parse_args(line.split())
-
-
-class Log:
-    """What rollout needs of a Run."""
-
-    def __init__(self):
-        self.global_step, self.rows = 0, []
-
-    def log_episodes(self, ended):
-        for _, episodic_return, length in ended:
-            self.rows.append((self.global_step, episodic_return, length))
 
 
 def make_agent(obs_dim=3, actions=2, discrete=False, **args) -> tuple[Agent, Args]:
@@ -581,17 +571,6 @@ def test_9_advantages_are_normalized_over_the_batch(monkeypatch):
 
 
 # --- 10 the scaler --------------------------------------------------------------------------------
-
-
-def test_10_moments_in_chunks_are_those_of_all():
-    x = np.random.default_rng(0).normal(5.0, [0.1, 1.0, 30.0], (500, 3))
-    moments, first = script.RunningMoments((3,)), 0
-    for size in (7, 93, 250, 150):
-        moments.update(x[first : first + size])
-        first += size
-    np.testing.assert_allclose(moments.mean, x.mean(axis=0), rtol=1e-12)
-    np.testing.assert_allclose(moments.var, x.var(axis=0), rtol=1e-12)
-    assert moments.count == 500
 
 
 def test_10_scale_and_time():

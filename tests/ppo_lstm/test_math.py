@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from maths import Log, lstm_cell, random_ends
 from program import assert_same, rows, scalars, status, train_until_killed
 
 import ppo_atari_lstm
@@ -83,16 +84,6 @@ def make_agent(args: Args, env=None):
     return agent
 
 
-class Log:
-    """What rollout needs of a Run."""
-
-    def __init__(self):
-        self.global_step, self.iteration, self.rows = 0, 0, []
-
-    def log_episodes(self, ended):
-        self.rows += ended
-
-
 class Game:
     """Environments, an agent and its state; `roll()` is the next rollout."""
 
@@ -118,10 +109,7 @@ def cell(net, x, state):
         z = (iz + hz).sigmoid()
         h = (1 - z) * n + z * state
         return h, h
-    h, c = state.chunk(2)
-    i, f, g, o = (w_ih @ x + b_ih + w_hh @ h + b_hh).chunk(4)
-    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-    h = o.sigmoid() * c.tanh()
+    h, c = lstm_cell(net.parameters(), x, *state.chunk(2))
     return h, torch.cat([h, c])
 
 
@@ -402,10 +390,7 @@ def test_an_update_on_frames_is_that_of_the_atari_script():
             b.data.copy_(a.data)
     theirs.adam = torch.optim.Adam(theirs.parameters(), eps=1e-5)
     rng = np.random.default_rng(0)
-    terminated, truncated = rng.random((2, T, N)) < 0.1
-    valid = np.concatenate([np.ones((1, N), bool), ~(terminated | truncated)[:-1]])
-    terminated, truncated = terminated & valid, truncated & valid & ~terminated
-    valid = np.concatenate([np.ones((1, N), bool), ~(terminated | truncated)[:-1]])
+    terminated, truncated, valid = random_ends(rng, T, N)
     first = torch.tensor(np.concatenate([np.zeros((1, N), bool), ~valid]))
     frames = torch.randint(0, 256, (T + 1, N, 1, 84, 84), dtype=torch.uint8)
     choices = torch.randint(0, 4, (T, N))

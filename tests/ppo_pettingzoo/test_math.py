@@ -10,15 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import gymnasium as gym
+import maths
 import numpy as np
 import pytest
 import torch
-from program import METRICS, ROOT, assert_same, rows, run, scalars, train_until_killed
+from program import METRICS, ROOT, assert_same, rows, scalars, train_until_killed
 
 sys.path.insert(0, str(ROOT / "tests"))
 os.environ["PYTHONPATH"] = f"{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}"  # for programs
 import agents_toy
 
+import ppo
 import ppo_pettingzoo as script
 from ppo_pettingzoo import Args, Batch, Envs
 
@@ -57,14 +59,12 @@ def make_agent(envs, args: Args):
     return agent
 
 
-class Log:
-    """What rollout needs of a Run."""
+class Log(maths.Log):
+    """And of what is told of a group of agents, the deaths."""
 
     def __init__(self):
-        self.global_step, self.iteration, self.ended, self.writer = 0, 0, [], self
-
-    def log_episodes(self, ended):
-        self.ended += ended
+        super().__init__()
+        self.writer = self
 
     def add_scalar(self, tag, value, step):
         if tag == "charts/deaths":
@@ -478,9 +478,9 @@ def test_one_agent_of_a_gymnasium_environment_learns_as_in_ppo_py(tmp_path):
     """The same episodes, and the same weights to rounding."""
     flags = "--env-id CartPole-v1 --total-timesteps 2048 --num-envs 4 --num-steps 128 --no-cuda "
     flags = f"{flags} --update-epochs 4 --learning-rate 1e-3 --seed 7".split()
-    for name, more in (("ppo", ["--no-compile"]), ("ppo_pettingzoo", [])):
-        done = run(ROOT / f"{name}.py", *flags, *more, "--run-dir", str(tmp_path / name))
-        assert done.returncode == 0, done.stderr
+    for module, more in ((ppo, ["--no-compile"]), (script, [])):
+        folder = str(tmp_path / module.__name__)
+        module.train(module.parse_args([*flags, *more, "--run-dir", folder]))
     assert rows(tmp_path / "ppo") == rows(tmp_path / "ppo_pettingzoo")
     assert len(rows(tmp_path / "ppo")) > 40
     ours, theirs = (

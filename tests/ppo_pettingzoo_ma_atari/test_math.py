@@ -4,13 +4,13 @@ between agents, and the script as a program. `Duel` is a game whose ends and sco
 import hashlib
 import importlib.util
 import json
-import math
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from maths import Log, frames_agent
 from program import (
     ROOT,
     assert_same,
@@ -34,7 +34,6 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
     pytest.mark.filterwarnings("ignore:The old environment creation API"),  # of PettingZoo 1.27
 ]
-
 NAME = "ppo_pettingzoo_ma_atari"
 SMALL = (
     "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1 --no-cuda "
@@ -71,14 +70,6 @@ def train(folder: Path, flags: str = "") -> dict:
     return script.load_checkpoint(folder)
 
 
-def make_agent(args: Args, actions: int = 4):
-    torch.manual_seed(args.seed)
-    envs = type("Space", (), {"action_space": gym.spaces.Discrete(actions)})
-    agent = script.Agent(envs, args)
-    agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)
-    return agent
-
-
 def shrunk(*screens: np.ndarray) -> np.ndarray:
     """Means over areas in whole numbers: each pixel becomes 84 x 84, each part H x W of those."""
     screen = np.maximum.reduce([s[:, :, 0] for s in screens]).astype(np.int64)
@@ -91,34 +82,6 @@ def shrunk(*screens: np.ndarray) -> np.ndarray:
             total = int(total @ x[xs[0] : xs[-1] + 1])
             found[i, j] = (2 * total + h * w) // (2 * h * w)  # a half goes up
     return found
-
-
-# --- the network ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("actions", "parameters"), [(6, 1_691_815), (5, 1_691_302), (18, 1_697_971)]
-)
-def test_network_as_in_cleanrl(actions, parameters):
-    agent = make_agent(Args(), actions)
-    assert sum(p.numel() for p in agent.parameters()) == parameters
-    layers = [m for m in agent.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)]
-    for layer, gain in zip(layers, [math.sqrt(2)] * 4 + [0.01, 1.0], strict=True):
-        singular = torch.linalg.svdvals(layer.weight.detach().flatten(1))
-        torch.testing.assert_close(singular, torch.full_like(singular, gain))
-        assert not layer.bias.any()
-    assert [tuple(layer.weight.shape) for layer in layers[:4]] == [
-        (32, 6, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (512, 3136)
-    ]  # fmt: skip
-    obs = torch.randint(0, 256, (5, 6, 84, 84), dtype=torch.uint8)
-    with torch.no_grad():
-        action, logprob, entropy, value = agent.get_action_and_value(obs)
-        again = agent.get_action_and_value(obs, action)
-        plain = agent.network(obs / 255.0)
-    assert torch.equal(again[1], logprob)
-    assert action.shape == value.shape == (5,)
-    assert entropy.tolist() == pytest.approx([math.log(actions)] * 5, abs=1e-3)
-    torch.testing.assert_close(value, agent.critic(plain)[:, 0], atol=1e-5, rtol=1e-5)
 
 
 # --- what the players see -------------------------------------------------------------------------
@@ -274,68 +237,23 @@ def test_a_long_game_is_truncated_for_who_still_plays(duel):
     assert envs.episodes == [1]
 
 
-class Log:
-    """What rollout needs of a Run."""
-
-    def __init__(self):
-        self.global_step, self.iteration, self.rows = 0, 0, []
-
-    def log_episodes(self, ended):
-        for player, score, length in ended:
-            self.rows.append((self.global_step, score, length, player % 2))
-
-
 def test_rows_of_the_dead_are_marked_and_episodes_are_each_player_s(duel):
     args, log = small("--env-id duel_v0 --num-steps 23"), Log()
-    envs, agent = script.Envs(args, 4), make_agent(args)
+    envs, agent = script.Envs(args, 4), frames_agent(NAME, args)
     with torch.no_grad():
         agent.actor.bias[2] = -1e9  # never the action that pays more
     data = script.rollout(agent, envs, log, args)
     wanted = [[t % 7 != 6, t % 7 < 3] * 2 for t in range(23)]
     assert data.valid.tolist() == wanted
     assert log.global_step == data.valid.sum()
-    assert sorted(row[1:] for row in log.rows) == sorted([(66, 6, 0), (10, 3, 1)] * 6)
+    assert sorted((p % 2, *more) for p, *more in log.ended) == [(0, 66, 6)] * 6 + [(1, 10, 3)] * 6
     steps = data.valid.sum(axis=1).cumsum()
     ends = [(t, p) for t in range(23) for p, k in ((0, 5), (1, 2)) if t % 7 == k]
-    assert [(row[0], row[3]) for row in log.rows[::2]] == [(steps[t], p) for t, p in ends]
+    told = [(row[0], p % 2) for row, (p, *_) in zip(log.rows, log.ended, strict=True)]
+    assert told[::2] == [(steps[t], p) for t, p in ends]
     assert data.obs.shape == (23, 4, 6, 84, 84)
     assert data.obs.flatten(0, 1).is_contiguous(memory_format=torch.channels_last)
     assert set(np.unique(data.rewards)) == {0.0, 1.0}
-
-
-def test_what_is_not_valid_is_never_learned_from(duel):
-    args = small("--env-id duel_v0 --num-steps 16")
-    data = script.rollout(make_agent(args), script.Envs(args, 4), Log(), args)
-    junk, after = torch.as_tensor(~data.valid), []
-    assert 10 < junk.sum() < 30
-    values = data.values.clone()  # of what the dead see; but a row after a truncation bootstraps
-    values[:-1][junk] += 3.0
-    other = data._replace(
-        actions=torch.where(junk, 3 - data.actions, data.actions),
-        logprobs=torch.where(junk, -1.0, data.logprobs),
-        obs=torch.where(junk[..., None, None, None], 255 - data.obs, data.obs),
-        rewards=np.where(data.valid, data.rewards, 5.0),
-        values=values,
-    )
-    for it in (data, other, data._replace(rewards=data.rewards + data.valid * 0.5)):
-        agent = make_agent(args)
-        after.append(script.update(agent, it, 0, 1e-3, args))
-        after.append(torch.nn.utils.parameters_to_vector(agent.parameters()).detach())
-    assert after[0] == after[2]
-    assert torch.equal(after[1], after[3])
-    assert not torch.equal(after[1], after[5])
-
-
-def test_advantages_of_a_player_end_with_its_life():
-    """By hand, gamma 0.5 and lambda 1: after the death's row, nothing is in its advantage."""
-    rewards = np.array([[1.0, 1.0], [1.0, -1.0], [2.0, 9.0]])
-    values, none = np.full((4, 2), 2.0), np.zeros((3, 2), bool)
-    dead = none.copy()
-    dead[1, 1] = True
-    found = script.gae(rewards, values, dead, none, 0.5, 1.0)
-    first = [1 + 1 - 2, 1 + 1 - 2, 2 + 1 - 2]  # deltas of player 0
-    assert found[:, 0].tolist() == [first[0] + 0.5 * first[1] + 0.25 * first[2], 0.5, 1.0]
-    assert found[:2, 1].tolist() == [(1 + 1 - 2) + 0.5 * (-1 - 2), -3.0]
 
 
 # --- games between agents -------------------------------------------------------------------------

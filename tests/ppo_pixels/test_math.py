@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from maths import random_ends
 
 import ppo
 import ppo_atari_multigpu
@@ -382,15 +383,8 @@ def test_separate_networks():
 def rollout_of(obs, actions, seed=0):
     """Made numbers for T steps in N environments, some of whose episodes end."""
     rng = np.random.default_rng(seed)
-    T, N = actions.shape[:2]
-    terminated = rng.random((T, N)) < 0.1
-    truncated = (rng.random((T, N)) < 0.05) & ~terminated
-    over = terminated | truncated
-    valid = np.concatenate([np.ones((1, N), bool), ~over[:-1]])
-    terminated &= valid
-    truncated &= valid
-    rewards = rng.normal(size=(T, N)) * valid
-    return Rollout(obs, actions, rewards, terminated, truncated, valid)
+    ends = random_ends(rng, *actions.shape[:2])
+    return Rollout(obs, actions, rng.normal(size=ends[0].shape) * ends[2], *ends)
 
 
 def adam(agent):

@@ -6,7 +6,6 @@ import ctypes
 import hashlib
 import importlib.util
 import itertools
-import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +15,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from program import METRICS, Levels, assert_same, rows, scalars, status
+from maths import Log, frames_agent, random_ends
+from program import Levels, assert_same, rows, scalars, status
 
 import ppo_continuous_action
 import ppo_procgen as script
@@ -58,27 +57,6 @@ def train(folder: Path, flags: str = "") -> dict:
     """Train in this process; the final checkpoint."""
     script.train(small(f"--run-dir {folder} --total-timesteps {3 * STEPS} {flags}"))
     return script.load_checkpoint(folder)
-
-
-def make_agent(args: Args):
-    torch.manual_seed(args.seed)
-    agent = script.Agent(Levels, args)
-    agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)
-    return agent
-
-
-def vector(agent) -> torch.Tensor:
-    return torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
-
-
-class Log:
-    """What rollout needs of a Run."""
-
-    def __init__(self):
-        self.global_step, self.iteration, self.rows = 0, 0, []
-
-    def log_episodes(self, ended):
-        self.rows += [(self.global_step, score, length) for _, score, length in ended]
 
 
 # --- levels ---------------------------------------------------------------------------------------
@@ -206,83 +184,6 @@ def test_qt_of_a_package_is_loaded_and_envpool_tries_again(monkeypatch):
     assert envs.obs.shape == (2, 3, 64, 64)
 
 
-# --- the network ----------------------------------------------------------------------------------
-
-
-def test_network_as_in_cleanrl():
-    torch.manual_seed(0)
-    agent = script.Agent(Levels)
-    assert sum(p.numel() for p in agent.parameters()) == 626_256
-    assert sum(p.numel() for p in agent.network.parameters()) == 622_144
-    for layer, gain in ((agent.actor, 0.01), (agent.critic, 1.0)):
-        singular = torch.linalg.svdvals(layer.weight.detach())
-        torch.testing.assert_close(singular, torch.full_like(singular, gain))
-        assert (layer.bias == 0).all()
-    # torch's own: uniform in +- 1 / sqrt(fan in)
-    convolutions = [m for m in agent.modules() if isinstance(m, torch.nn.Conv2d)]
-    assert len(convolutions) == 15
-    for layer in convolutions:
-        bound = 1 / math.sqrt(layer.weight[0].numel())
-        assert 0.9 * bound < layer.weight.abs().max() <= bound
-    obs = torch.randint(0, 256, (5, 3, 64, 64), dtype=torch.uint8)
-    with torch.no_grad():
-        action, logprob, entropy, value = agent.get_action_and_value(obs)
-        same, again, *_ = agent.get_action_and_value(obs, action)
-        assert torch.equal(agent.get_value(obs), value)
-    assert action.shape == logprob.shape == entropy.shape == value.shape == (5,)
-    assert torch.equal(same, action)
-    assert torch.equal(again, logprob)
-    assert entropy.tolist() == pytest.approx([math.log(15)] * 5, abs=1e-3)
-
-
-def slow_policy(parameters, obs):
-    """The network by its formulas, from its parameters in order: logits and V."""
-    weights = iter(parameters)
-
-    def conv(x):
-        return F.conv2d(x, next(weights), next(weights), padding=1)
-
-    x = obs.float() / 255
-    for size in (32, 16, 8):
-        x = F.max_pool2d(conv(x), kernel_size=3, stride=2, padding=1)
-        assert x.shape[2:] == (size, size)
-        for _ in range(2):
-            x = x + conv(F.relu(conv(F.relu(x))))
-    x = F.relu(F.linear(F.relu(x.flatten(1)), next(weights), next(weights)))
-    logits = F.linear(x, next(weights), next(weights))
-    value = F.linear(x, next(weights), next(weights)).squeeze(-1)
-    assert not [*weights]
-    return logits, value
-
-
-@pytest.mark.parametrize("flags", ["", "--no-channels-last", "--bf16"])
-def test_network_is_its_formula(flags):
-    agent = make_agent(small(flags))
-    obs = torch.randint(0, 256, (6, 3, 64, 64), dtype=torch.uint8)
-    with torch.no_grad():
-        agent.actor.weight.mul_(100)
-        policy, value = agent.policy(obs)
-        logits, wanted = slow_policy(agent.parameters(), obs)
-    near = {"atol": 0.02, "rtol": 0.02} if flags == "--bf16" else {"atol": 1e-5, "rtol": 1e-5}
-    torch.testing.assert_close(policy, logits.log_softmax(dim=-1), **near)
-    torch.testing.assert_close(value, wanted, **near)
-    assert policy.std() > 0.05 > 0.02 * float(value.std())
-    assert (flags == "--bf16") == ((value - wanted).abs().max() > 1e-4)
-
-
-# --- rewards, rollouts ----------------------------------------------------------------------------
-
-
-def ends(T: int, N: int, rng, junk=False):
-    """Random terminated, truncated and valid [T, N]; the first row may be a junk row."""
-    terminated, truncated, valid = np.zeros((3, T, N), bool)
-    for t in range(T):
-        valid[t] = not junk if t == 0 else ~(terminated | truncated)[t - 1]
-        terminated[t], truncated[t] = valid[t] & (rng.random((2, N)) < 0.15)
-        truncated[t] &= ~terminated[t]
-    return terminated, truncated, valid
-
-
 class Told(gym.Env):
     """It pays and ends as it is told."""
 
@@ -305,11 +206,7 @@ def test_rewards_are_scaled_as_by_hand_and_as_in_the_sibling(gamma):
     running = [0.0] * 5  # discounted return of each environment's episode
     ended = np.zeros(5, bool)
     for k in range(3):
-        terminated, truncated, valid = ends(20, 5, rng)
-        valid[0] = ~ended
-        terminated[0] &= valid[0]
-        truncated[0] &= valid[0]
-        valid[1] |= ended  # after a row between two episodes
+        terminated, truncated, valid = random_ends(rng, 20, 5, ~ended)
         rewards = np.where(valid, rng.exponential(10.0**k, (20, 5)), 0.0)
         if k == 2:  # one that is clipped
             rewards[19, np.flatnonzero(valid[19])[0]] = 1e6
@@ -348,7 +245,7 @@ def test_the_first_rewards_are_scaled_already_and_none_are_none():
 
 def test_rows_of_a_rollout_and_its_episodes(levels):
     args = small("--num-steps 9")
-    envs, agent, log = script.Envs(args, 4), make_agent(args), Log()
+    envs, agent, log = script.Envs(args, 4), frames_agent("ppo_procgen", args), Log()
     data = script.rollout(agent, envs, log, args)
     assert (data.obs.dtype, data.obs.shape) == (torch.uint8, (9, 4, 3, 64, 64))
     assert data.values.shape == (10, 4)
@@ -381,7 +278,7 @@ def test_rows_of_a_rollout_and_its_episodes(levels):
 def test_a_time_limit_bootstraps_and_a_death_does_not(levels, monkeypatch):
     monkeypatch.setattr(Levels, "limit", 4)  # below the 5 steps of environment 2's episodes
     args = small("--num-steps 12")
-    data = script.rollout(make_agent(args), script.Envs(args, 4), Log(), args)
+    data = script.rollout(frames_agent("ppo_procgen", args), script.Envs(args, 4), Log(), args)
     v = data.values.double().numpy()
     assert data.terminated[:, 0].tolist() == [t % 4 == 2 for t in range(12)]
     assert data.truncated[:, 2].tolist() == [t % 5 == 3 for t in range(12)]
@@ -393,97 +290,6 @@ def test_a_time_limit_bootstraps_and_a_death_does_not(levels, monkeypatch):
         r[1, 2] + 0.9 * r[2, 2] + 0.81 * r[3, 2] + 0.729 * v[4, 2]
     )
     assert abs(v[4, 2]) > 1e-4
-
-
-# --- learning -------------------------------------------------------------------------------------
-
-
-def synthetic(T: int, N: int = 8) -> script.Rollout:
-    """A rollout whose environments end now and then, each end followed by a junk row."""
-    rng = np.random.default_rng(T)
-    terminated, truncated, valid = ends(T, N, rng)
-    obs = torch.as_tensor(rng.integers(0, 256, (T, N, 3, 64, 64), dtype=np.uint8))
-    noise = torch.as_tensor(rng.normal(size=(2 * T + 1, N)), dtype=torch.float32)
-    return script.Rollout(
-        obs, torch.as_tensor(rng.integers(0, 15, (T, N))), math.log(1 / 15) + 0.1 * noise[:T],
-        noise[T:], rng.normal(size=(T, N)) * valid, terminated, truncated, valid,
-    )  # fmt: skip
-
-
-def test_update_is_plain_autograd_by_the_formulas():
-    """Advantages, losses, gradient, its clipping, Adam and metrics of two epochs."""
-    args = small("--num-envs 8 --num-steps 5 --update-epochs 2")
-    data, agent, net = synthetic(5), make_agent(args), make_agent(args)
-    start = vector(agent)
-    adam = torch.optim.Adam(net.parameters(), lr=1e-4, eps=1e-5)
-    values, advantages, last = data.values.double().numpy(), np.zeros((5, 8)), np.zeros(8)
-    for t in reversed(range(5)):
-        delta = data.rewards[t] + 0.999 * values[t + 1] * ~data.terminated[t] - values[t]
-        last = delta + 0.999 * 0.95 * last * ~(data.terminated | data.truncated)[t]
-        advantages[t] = last
-    advantages = torch.tensor(advantages.ravel(), dtype=torch.float32)
-    obs, actions, old = (x.flatten(0, 1) for x in (data.obs, data.actions, data.logprobs))
-    v0, valid = data.values[:-1].flatten(), np.flatnonzero(data.valid)
-    returns, rng, seen = advantages + v0, np.random.default_rng((args.seed, 2, 1)), []
-    for _ in range(2):
-        for i in np.array_split(rng.permutation(valid), 2):
-            logits, v = slow_policy(net.parameters(), obs[i])
-            pi = torch.distributions.Categorical(logits=logits)
-            a = (advantages[i] - advantages[i].mean()) / (advantages[i].std() + 1e-8)
-            ratio = (pi.log_prob(actions[i]) - old[i]).exp()
-            pg = torch.max(-a * ratio, -a * ratio.clamp(0.8, 1.2)).mean()
-            near = v0[i] + (v - v0[i]).clamp(-0.2, 0.2)
-            vl = torch.max((v - returns[i]) ** 2, (near - returns[i]) ** 2).mean() / 2
-            adam.zero_grad()
-            (pg - 0.01 * pi.entropy().mean() + 0.5 * vl).backward()
-            norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-            adam.step()
-            kl, clipped = (ratio - 1 - ratio.log()).mean(), (ratio - 1).abs() > 0.2
-            means = [vl, pg, pi.entropy().mean(), -ratio.log().mean(), kl, clipped.float().mean()]
-            seen.append([x.item() for x in (*means, norm)])
-    metrics = script.update(agent, data, 2, 1e-4, args)
-    assert 3 < (~data.valid).sum() < 20
-    assert (vector(net) - start).abs().max() > 2e-4
-    torch.testing.assert_close(vector(agent), vector(net), atol=2e-5, rtol=0)
-    for name, value in zip(METRICS, torch.tensor(seen).mean(dim=0).tolist(), strict=True):
-        assert metrics[f"losses/{name}"] == pytest.approx(value, rel=1e-3, abs=1e-5), name
-    assert 0 < metrics["losses/clipfrac"] < 0.5
-    residual, targets = (x.double()[valid].var() for x in (returns - v0, returns))
-    explained = 1 - (residual / targets).item()
-    assert metrics["losses/explained_variance"] == pytest.approx(explained, abs=1e-5)
-
-
-def test_junk_rows_are_never_learned_from():
-    args, data, after = small("--num-envs 8 --num-steps 5"), synthetic(5), []
-    junk = torch.as_tensor(~data.valid)
-    other = data._replace(
-        actions=torch.where(junk, torch.randint(0, 15, (5, 8)), data.actions),
-        logprobs=torch.where(junk, -1.0, data.logprobs),
-        obs=torch.where(junk[..., None, None, None], 255 - data.obs, data.obs),
-        rewards=np.where(data.valid, data.rewards, 5.0),
-    )
-    for it in (data, other):
-        agent = make_agent(args)
-        after.append((script.update(agent, it, 0, 1e-3, args), vector(agent)))
-    assert torch.equal(after[0][1], after[1][1])
-    assert after[0][0] == after[1][0]
-
-
-def test_every_valid_sample_once_an_epoch_and_a_kl_stop_after_one(monkeypatch):
-    args, data, seen = small("--num-envs 8 --num-steps 5 --update-epochs 3"), synthetic(5), []
-    plain = script.ppo_loss
-    monkeypatch.setattr(script, "ppo_loss", lambda *a: seen.append(a[-1].values) or plain(*a))
-    script.update(make_agent(args), data, 0, 1e-3, args)
-    assert len(seen) == 3 * 2
-    wanted = data.values[:-1][torch.as_tensor(data.valid)].sort().values
-    epochs = [torch.cat(seen[k : k + 2]) for k in (0, 2, 4)]
-    for epoch in epochs:
-        assert torch.equal(epoch.sort().values, wanted)
-    assert not torch.equal(epochs[0], epochs[1])
-    assert {len(part) for part in seen} <= {len(wanted) // 2, -(-len(wanted) // 2)}
-    args.target_kl = 1e-9
-    script.update(make_agent(args), data, 0, 1e-3, args)
-    assert len(seen) == 3 * 2 + 2
 
 
 @pytest.mark.slow
@@ -596,20 +402,6 @@ def test_the_same_command_gives_the_same_bits(levels, tmp_path):
     assert rows(tmp_path / "a") == rows(tmp_path / "b")
     other = train(tmp_path / "c", "--seed 2")
     assert not torch.equal(other["agent"]["actor.weight"], runs[0]["agent"]["actor.weight"])
-
-
-@pytest.mark.slow
-def test_compiled_learns_nearly_the_same():
-    after = []
-    for how in ("eager", "compiled"):
-        args = small("--num-envs 8 --num-steps 5")
-        agent = make_agent(args)
-        if how == "compiled":
-            assert script.compile_policy(agent) == "compiled"
-        for k in range(2):
-            script.update(agent, synthetic(5), k, 2.5e-4, args)
-        after.append(vector(agent))
-    torch.testing.assert_close(*after, atol=1e-5, rtol=0)
 
 
 def test_what_is_not_finite_is_not_saved(levels, tmp_path, monkeypatch):

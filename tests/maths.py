@@ -1,0 +1,222 @@
+"""What tests of the algorithms share: rollouts whose episodes end at random, references in plain
+loops, and what a rollout needs of a run."""
+
+import importlib
+import math
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+FRAMES = {  # scripts that learn from frames alone: the shape of an observation, how many actions
+    "ppo_atari_multigpu": ((4, 84, 84), 4),
+    "ppo_atari_lstm": ((1, 84, 84), 4),
+    "ppo_procgen": ((3, 64, 64), 15),
+    "ppo_pettingzoo_ma_atari": ((6, 84, 84), 4),
+}
+
+
+def quiet(script: str, flags: str):
+    """Args for this process alone."""
+    flags = f"--no-cuda --num-threads 1 {flags}"
+    return importlib.import_module(script).parse_args(flags.split())
+
+
+class Log:
+    """What rollout needs of a Run. `ended` is what was told of each episode; `rows` has the step at
+    which it was told, its return and its length."""
+
+    def __init__(self):
+        self.global_step, self.iteration, self.rows, self.ended = 0, 0, [], []
+
+    def log_episodes(self, ended):
+        self.ended += ended
+        self.rows += [(self.global_step, score, length) for _, score, length in ended]
+
+
+def random_ends(rng, T: int, N: int, first=None):
+    """Terminated, truncated and valid [T, N] of episodes that end now and then, each end followed
+    by a row of junk. `first` [N] is False where the first row is one."""
+    terminated, truncated, valid = np.zeros((3, T, N), bool)
+    valid[0] = True if first is None else first
+    for t in range(T):
+        if t > 0:
+            valid[t] = ~(terminated | truncated)[t - 1]
+        terminated[t], truncated[t] = valid[t] & (rng.random((2, N)) < 0.15)
+        truncated[t] &= ~terminated[t]
+    return terminated, truncated, valid
+
+
+def brute_force(rewards, values, terminated, truncated, gamma, gae_lambda) -> np.ndarray:
+    """Advantages [T, N]: of each the sum over k of (gamma lambda)^k delta_{t+k}, to the end of t's
+    episode."""
+    advantages = np.zeros(rewards.shape)
+    for t, i in np.ndindex(*rewards.shape):
+        for k in range(t, len(rewards)):
+            delta = rewards[k, i] - values[k, i]
+            if not terminated[k, i]:
+                delta += gamma * values[k + 1, i]
+            advantages[t, i] += (gamma * gae_lambda) ** (k - t) * delta
+            if terminated[k, i] or truncated[k, i]:
+                break
+    return advantages
+
+
+def vector(agent) -> torch.Tensor:
+    """A copy of all parameters."""
+    return torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
+
+
+# --- scripts that learn from frames ---------------------------------------------------------------
+
+
+def frames_agent(script: str, args, louder: float = 0.0):
+    """A new agent. If `louder`, the recurrent one's weights for the state and its heads are so much
+    larger: what it remembers shows more."""
+    module, (shape, actions) = importlib.import_module(script), FRAMES[script]
+    space = SimpleNamespace(
+        observation_space=gym.spaces.Box(0, 255, shape, np.uint8),
+        action_space=gym.spaces.Discrete(actions),
+    )
+    torch.manual_seed(args.seed)
+    agent = module.Agent(space, args)
+    if louder and hasattr(agent, "lstm"):
+        with torch.no_grad():
+            agent.lstm.weight_hh_l0 *= louder
+            agent.critic.weight *= louder
+            agent.actor.weight *= 10 * louder
+    if hasattr(module, "flat_adam"):
+        agent.adam = module.flat_adam(agent)
+    else:
+        agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)
+    return agent
+
+
+def see_coarsely(monkeypatch, script: str):
+    """Agents see means over 12 x 12 pixels instead of a convolutional network's features, and so
+    learn in a tenth of the time: for tests of what else it takes."""
+    plain, (shape, _) = importlib.import_module(script).Agent, FRAMES[script]
+    init = plain.__init__
+
+    def coarse(agent, *given):
+        init(agent, *given)
+        layer = torch.nn.Linear(shape[0] * (shape[1] // 12) ** 2, 512)
+        torch.nn.init.orthogonal_(layer.weight, math.sqrt(2))
+        parts = torch.nn.AvgPool2d(12), torch.nn.Flatten(), layer, torch.nn.ReLU()
+        agent.network = torch.nn.Sequential(*parts)
+
+    monkeypatch.setattr(plain, "__init__", coarse)
+
+
+def frames_rollout(script: str, T: int, N: int = 8, noise: float = 0.1):
+    """A rollout of noise. Log-probabilities are those of a uniform policy, more or less."""
+    (shape, actions), rng = FRAMES[script], np.random.default_rng(T)
+    terminated, truncated, valid = random_ends(rng, T, N)
+    normal = torch.as_tensor(rng.normal(size=(2 * T + 1, N)), dtype=torch.float32)
+    first = np.concatenate([rng.random((1, N)) < 0.3, ~valid[:-1]])
+    fields = {
+        "obs": torch.as_tensor(rng.integers(0, 256, (T, N, *shape), dtype=np.uint8)),
+        "actions": torch.as_tensor(rng.integers(0, actions, (T, N))),
+        "logprobs": noise * normal[:T] - math.log(actions), "values": normal[T:],
+        "rewards": rng.normal(size=(T, N)) * valid, "terminated": terminated,
+        "truncated": truncated, "valid": valid, "first": torch.as_tensor(first),
+        "state": torch.as_tensor(rng.normal(size=(2, N, 128)), dtype=torch.float32),
+    }  # fmt: skip
+    made = importlib.import_module(script).Rollout
+    return made(**{name: fields[name] for name in made._fields})
+
+
+def lstm_cell(weights, x: torch.Tensor, h: torch.Tensor, c: torch.Tensor):
+    """A step of an LSTM, as in the book: x [F], h and c [H]."""
+    w_ih, w_hh, b_ih, b_hh = weights
+    i, f, g, o = (w_ih @ x + b_ih + w_hh @ h + b_hh).chunk(4)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def slow_recurrent(agent, obs, state, first):
+    """`Agent.policy` of ppo_atari_lstm.py row by row and environment by environment, at obs
+    [T, N, ...], first [T, N]: log-probabilities [T * N, A], V [T * N], the state after."""
+    T, N = first.shape
+    logprobs, values = [], []
+    states = [(state[0, i], state[1, i]) for i in range(N)]
+    for t, i in np.ndindex(T, N):
+        if first[t, i]:
+            states[i] = (torch.zeros(128), torch.zeros(128))
+        seen = agent.network(obs[t, i][None] / 255.0)[0]
+        states[i] = lstm_cell(agent.lstm.parameters(), seen, *states[i])
+        logprobs.append(agent.actor(states[i][0]).log_softmax(dim=-1))
+        values.append(agent.critic(states[i][0])[0])
+    state = torch.stack([torch.stack(x) for x in zip(*states, strict=True)])
+    return torch.stack(logprobs), torch.stack(values), state
+
+
+def slow_network(parameters, obs: torch.Tensor):
+    """The networks for frames by their formulas, from their parameters in order, at obs [B, ...]:
+    log-probabilities [B, A] and V [B]. Those of 3 x 64 x 64 are IMPALA's, others Nature's."""
+    weights, x = iter(parameters), obs.float() / 255
+    if obs.shape[1] == 3:
+        for size in (32, 16, 8):
+            x = F.conv2d(x, next(weights), next(weights), padding=1)
+            x = F.max_pool2d(x, kernel_size=3, stride=2, padding=1)
+            assert x.shape[2:] == (size, size)
+            for _ in range(2):
+                inner = F.conv2d(F.relu(x), next(weights), next(weights), padding=1)
+                x = x + F.conv2d(F.relu(inner), next(weights), next(weights), padding=1)
+        x = F.relu(x)
+    else:
+        for stride in (4, 2, 1):
+            x = F.relu(F.conv2d(x, next(weights), next(weights), stride=stride))
+    x = F.relu(F.linear(x.flatten(1), next(weights), next(weights)))
+    logits = F.linear(x, next(weights), next(weights))
+    value = F.linear(x, next(weights), next(weights)).squeeze(-1)
+    assert not [*weights]
+    return logits.log_softmax(dim=-1), value
+
+
+def slow_policy(net, data, rows):
+    """Log-probabilities and V of these rows of the flattened rollout, by the formulas."""
+    if "state" in data._fields:
+        logprobs, values, _ = slow_recurrent(net, data.obs, data.state, data.first)
+        return logprobs[rows], values[rows]
+    return slow_network(net.parameters(), data.obs.flatten(0, 1)[rows])
+
+
+def minibatches(script: str, args, data, iteration: int) -> list[list[np.ndarray]]:
+    """Of each epoch, of each minibatch the rows of the flattened rollout that are learned from."""
+    rng, N = np.random.default_rng((args.seed, iteration, 1)), args.num_envs
+    valid, epochs = data.valid.ravel(), []
+    if script == "ppo_atari_multigpu":
+        module = importlib.import_module(script)
+        drawn = module.minibatch_rows(iteration, slice(0, N), args)
+        return [[part.numpy()[valid[part]] for part in epoch] for epoch in drawn]
+    for _ in range(args.update_epochs):
+        if script == "ppo_atari_lstm":  # whole environments
+            envs = np.array_split(rng.permutation(N), args.num_minibatches)
+            rows = np.arange(data.valid.size)
+            parts = [rows[np.isin(rows % N, which) & valid] for which in envs]
+        else:
+            parts = np.array_split(rng.permutation(np.flatnonzero(valid)), args.num_minibatches)
+        epochs.append(parts)
+    return epochs
+
+
+def two_updates(script: str, flags: str, device: str = "cpu") -> torch.Tensor:
+    """How two updates change the parameters; compiled if the flags say so."""
+    module, compiled = importlib.import_module(script), "--compile" in flags
+    sizes = "--num-envs 8 --num-steps 6 --num-minibatches 2 --update-epochs 1"
+    args, more = quiet(script, f"{sizes} {flags}"), []
+    agent = frames_agent(script, args).to(device)
+    if script == "ppo_atari_multigpu":
+        agent.adam = module.flat_adam(agent)
+        more = [module.compile_grad(agent, args)]
+    elif compiled:
+        how = "compile_hidden" if script == "ppo_atari_lstm" else "compile_policy"
+        assert getattr(module, how)(agent) == "compiled"
+    start, data = vector(agent), frames_rollout(script, 6)
+    tensors = {k: x.to(device) for k, x in data._asdict().items() if isinstance(x, torch.Tensor)}
+    for k in range(2):
+        module.update(agent, data._replace(**tensors), k, 2.5e-4, args, *more)
+    return (vector(agent) - start).cpu()
