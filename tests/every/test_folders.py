@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import threading
 import time
 from pathlib import Path
 
@@ -365,46 +364,3 @@ def test_an_ascii_terminal_and_a_folder_of_other_letters(tmp_path):
 
 
 # --- ends -----------------------------------------------------------------------------------------
-
-
-@EACH
-@pytest.mark.parametrize("how", ["finished", "failed", "refused"])
-def test_environments_are_closed_however_a_run_ends(name, how, tmp_path, runs, monkeypatch):
-    script = SCRIPTS[name]
-    before = Closing.opened - Closing.closed
-    made = Closing.opened
-    flags = f"--run-dir {tmp_path / 'run'} --total-timesteps 176"
-    if how == "finished":
-        train(name, flags)
-    elif how == "failed":
-        with pytest.raises(OSError, match="cable"):
-            train(name, f'{flags} --env-kwargs {{"fault":"cable"}}')
-        assert status(tmp_path / "run") == "failed"
-    else:
-        with pytest.raises(SystemExit):
-            train(name, f"--run-dir {runs[name]}")
-    assert Closing.opened == made + 2
-    assert Closing.opened - Closing.closed == before
-    args = script.parse_args(["--evaluate", str(runs[name]), "--eval-episodes", "1"])
-    script.evaluate(args)
-    assert Closing.opened - Closing.closed == before
-
-
-@EACH
-def test_training_in_a_thread(name, tmp_path):
-    """As in servers of notebooks and in tuners; two at once."""
-    done, errors = [], []
-
-    def start(k: int):
-        try:
-            done.append(train(name, f"--run-dir {tmp_path / str(k)} --seed {k}"))
-        except BaseException as error:
-            errors.append(error)
-
-    args = [threading.Thread(target=start, args=(k,)) for k in range(2)]
-    for thread in args:
-        thread.start()
-    for thread in args:
-        thread.join(60)
-    assert not errors
-    assert [status(each) for each in done] == ["finished", "finished"]
