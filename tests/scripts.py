@@ -185,10 +185,10 @@ def evaluate(script: str, folder: Path, flags: str = "") -> list[float]:
 
 
 def lengths(script: str, flags: str = "", **kwargs) -> str:
-    """Flags for five environments with episodes of 1 to 8 steps, which worker processes find."""
+    """Flags for three environments with episodes of 1 to 8 steps, which worker processes find."""
     kwargs |= {"actions": "choices"} if script == "ppo" and "actions" not in kwargs else {}
     given = json.dumps(kwargs, separators=(",", ":"))
-    return f"--env-id {LENGTHS} --num-envs 5 --env-kwargs {given} {flags}"
+    return f"--env-id {LENGTHS} --num-envs 3 --env-kwargs {given} {flags}"
 
 
 def quick_workers(monkeypatch):

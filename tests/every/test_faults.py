@@ -54,10 +54,6 @@ def new(script: str, folder: Path, iterations: int = N, every: int = 2) -> list[
     return f"{flags} {more} --run-dir {folder}".split()
 
 
-def go_on(folder: Path) -> list[str]:
-    return ["--resume", str(folder)]
-
-
 def train(script: str, argv: list[str]):
     module = importlib.import_module(script)
     return module.train(module.parse_args(argv))
@@ -65,9 +61,6 @@ def train(script: str, argv: list[str]):
 
 def load(script: str, folder: Path) -> dict:
     return importlib.import_module(script).load_checkpoint(folder)
-
-
-# --- kills and signals ----------------------------------------------------------------------------
 
 
 # --- a checkpoint that is not what was written ----------------------------------------------------

@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
@@ -52,7 +53,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of what is not finite
 ]
 WARP, TWO, MULTI = "ppo_continuous_action_warp", "ppo_pettingzoo_ma_atari", "ppo_atari_multigpu"
-CLIPPED = [script for script in SMALL if script not in WHOLE]
 FLAT = ["ppo", "ppo_continuous_action", MULTI, WARP]  # Adam in one vector
 NUMPY = ["ppo", "ppo_continuous_action", *WHOLE]  # which act without torch
 COMPILED = [script for script in SMALL if hasattr(importlib.import_module(script).Args, "compile")]
@@ -83,8 +83,8 @@ def assert_same_run(script: str, folder: Path, other: Path, **changed):
     assert rows(folder) == rows(other)
     points = scalars(folder)
     assert points == scalars(other)
-    for tag in points.keys() - {"charts/episodic_return", "charts/episodic_length"}:
-        if "episodic" not in tag:
+    for tag in points:
+        if not tag.startswith("charts/episodic_"):
             assert len({step for step, _ in points[tag]}) == len(points[tag]), tag
     assert status(folder) == status(other) == "finished"
     assert not list(folder.glob("*.tmp"))
@@ -135,7 +135,7 @@ def train_until_a_moment(script: str, seconds: float, argv: list[str]) -> int:
     return in_a_fork(killed_later)
 
 
-def train_and_kill(script: str, k: int, seconds: float, argv: list[str]):
+def train_and_kill(script: str, folder: Path, k: int, seconds: float, argv: list[str]):
     """Until the k-th of the moments, over and over."""
     moment, call = list(MOMENTS.items())[k % len(MOMENTS)]
     if moment == "the clock":
@@ -145,16 +145,7 @@ def train_and_kill(script: str, k: int, seconds: float, argv: list[str]):
         code = train_until_killed(script, target, call, argv)
     assert code in (-signal.SIGKILL, -signal.SIGALRM, 0), moment
     if moment == "torch.save" and code:
-        assert (
-            next(
-                Path(argv[argv.index("--run-dir") + 1] if "--run-dir" in argv else argv[1]).glob(
-                    "checkpoint.pt.tmp"
-                )
-            )
-            .stat()
-            .st_size
-            > 1000
-        )
+        assert (folder / "checkpoint.pt.tmp").stat().st_size > 1000
 
 
 @EVERY
@@ -167,7 +158,7 @@ def test_killed_again_and_again(script, kills, iterations, tmp_path):
     rng, folder, resumed = random.Random(1), tmp_path / "run", []
     argv = new(script, folder, iterations)
     for k in range(kills):
-        train_and_kill(script, k, rng.uniform(0, 0.3), argv)
+        train_and_kill(script, folder, k, rng.uniform(0, 0.3), argv)
         argv = again(script, folder)
         resumed.append(load(script, folder)["counters"][1])
     assert resumed[:4] == [0, 0, 2, 2]
@@ -185,7 +176,7 @@ def test_killed_again_and_again_with_any_number_of_workers(script, tmp_path, mon
     start(script, new(script, tmp_path / "whole", 30, flags))
     argv = new(script, folder, 30, flags)
     for k in range(20):
-        train_and_kill(script, k, rng.uniform(0, 0.3), [*argv, "--env-workers", str(k % 4)])
+        train_and_kill(script, folder, k, rng.uniform(0, 0.3), [*argv, "--env-workers", str(k % 4)])
         argv = again(script, folder, named)
     start(script, [*argv, "--env-workers", "2"])
     assert_same_run(script, folder, tmp_path / "whole", env_workers=0)
@@ -349,7 +340,8 @@ def test_hardly_anything_to_learn_from_is_no_nan(script, kind, tmp_path, monkeyp
     assert checkpoint["counters"][1] >= 4
     assert all(x.isfinite().all() for x in checkpoint["agent"].values())
     if kind == "episodes of one step":
-        assert {row[2] for row in rows(tmp_path / "run")[1:]} == {"1"}
+        lives = 2 if script in ("ppo_atari_multigpu", "ppo_atari_lstm") else 1
+        assert {row[2] for row in rows(tmp_path / "run")[1:]} == {str(lives)}
 
 
 # --- parameters -----------------------------------------------------------------------------------
@@ -438,7 +430,7 @@ def layers(*between, bias=True):
     def make(inputs: int, outputs: int) -> nn.Sequential:
         made = []
         for layer in between:
-            made += [nn.Linear(inputs, 16), layer]
+            made += [nn.Linear(inputs, 16), layer()]
             inputs = 16
         return nn.Sequential(*made, nn.Linear(inputs, outputs, bias=bias))
 
@@ -446,15 +438,15 @@ def layers(*between, bias=True):
 
 
 NETWORKS = {
-    "tanh": layers(nn.Tanh(), nn.Tanh(), nn.Tanh()),
-    "relu": layers(nn.ReLU(), nn.ReLU()),
-    "elu, silu": layers(nn.ELU(), nn.SiLU()),
-    "gelu, leaky": layers(nn.GELU(), nn.LeakyReLU()),
-    "layer norm": layers(nn.LayerNorm(16), nn.Tanh()),
-    "no bias": layers(nn.Tanh(), bias=False),
+    "tanh": layers(nn.Tanh, nn.Tanh, nn.Tanh),
+    "relu": layers(nn.ReLU, nn.ReLU),
+    "elu, silu": layers(nn.ELU, nn.SiLU),
+    "gelu, leaky": layers(nn.GELU, nn.LeakyReLU),
+    "layer norm": layers(partial(nn.LayerNorm, 16), nn.Tanh),
+    "no bias": layers(nn.Tanh, bias=False),
     "tanh behind": lambda inputs, outputs: nn.Sequential(nn.Linear(inputs, outputs), nn.Tanh()),
     "a module": Own,
-    "nested": lambda inputs, outputs: nn.Sequential(layers(nn.ReLU())(inputs, 8), Own(8, outputs)),
+    "nested": lambda inputs, outputs: nn.Sequential(layers(nn.ReLU)(inputs, 8), Own(8, outputs)),
     "a linear layer": nn.Linear,
     "spectral norm": lambda inputs, outputs: nn.Sequential(
         nn.Tanh(), nn.utils.parametrizations.spectral_norm(nn.Linear(inputs, outputs)).eval()
@@ -501,28 +493,27 @@ def test_whatever_the_network_what_acts_is_what_learns(script, network, tmp_path
             mean = agent.origin + agent.unit * agent.actor_mean(agent.normalize(given))
             np.testing.assert_allclose(agent.act(obs), mean, atol=1e-5)
         elif script == "ppo_cma":
-            np.testing.assert_allclose(agent.act(obs), agent.mean(given), atol=1e-5)
+            np.testing.assert_allclose(agent.act(obs), agent.mean(given), atol=1e-4)
 
 
-def twice(plain):
-    return lambda *given, **more: 2.0 * plain(*given, **more)
+def changed(change):
+    """What makes of a function one with other results."""
+    return lambda plain: lambda *given, **more: change(plain(*given, **more))
 
 
-def wider(policy):
-    return policy._replace(logvar=policy.logvar + 0.5)
-
-
+twice = changed(lambda x: 2.0 * x)
 EDITED = {  # one definition of the policy alone
-    ("ppo", "as_numpy"): lambda plain: lambda *given: twice(plain(*given)),
+    ("ppo", "as_numpy"): changed(twice),
     ("ppo", "nn.Sequential.forward"): twice,
-    ("ppo_continuous_action", "as_numpy"): lambda plain: lambda *given: twice(plain(*given)),
+    ("ppo_continuous_action", "as_numpy"): changed(twice),
     ("ppo_continuous_action", "nn.Sequential.forward"): twice,
-    ("ppo_continuous_action", "Agent.normalize"): lambda plain: lambda agent, obs: obs * 0.5,
-    ("ppo_cma", "MLP.forward"): lambda plain: lambda *given: plain(*given) + 0.5,
-    ("ppo_cma", "Agent.mean"): lambda plain: lambda *given: 0.5 * plain(*given) + 0.2,
-    ("ppo_cma", "Agent.logvar"): lambda plain: lambda *given: plain(*given) - 1.0,
-    ("ppo_kl_adaptive", "Agent.policy"): lambda plain: lambda *given: wider(plain(*given)),
-    ("ppo_kl_adaptive", "nn.Sequential.forward"): twice,
+    ("ppo_continuous_action", "Agent.normalize"): twice,
+    ("ppo_cma", "MLP.forward"): changed(lambda x: x + 0.5),
+    ("ppo_cma", "Agent.mean"): changed(lambda x: 0.5 * x + 0.2),
+    ("ppo_cma", "Agent.logvar"): changed(lambda x: x - 1.0),
+    ("ppo_kl_adaptive", "as_numpy"): changed(changed(lambda x: x + 0.1)),
+    ("ppo_kl_adaptive", "Agent.policy"): changed(lambda x: x._replace(logvar=x.logvar + 0.5)),
+    ("ppo_kl_adaptive", "nn.Sequential.forward"): changed(lambda x: x + 0.1),
 }
 
 
@@ -559,9 +550,8 @@ def test_without_a_compiler_one_line_and_on(script, tmp_path, monkeypatch, capfd
     often = "--compile-from 0" if script in ("ppo", "ppo_continuous_action") else ""
     assert train(script, tmp_path / "run", f"--compile {often}")["counters"][1] == 2
     said = capfd.readouterr()
-    assert (
-        len(re.findall(r"--compile: no working compiler \(\w+\), going on eagerly", said.out)) == 1
-    )
+    told = re.findall(r"--compile: no working compiler.*going on eagerly", said.out)
+    assert len(told) == 1
     assert "Traceback" not in said.err
 
 

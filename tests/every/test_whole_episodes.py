@@ -5,7 +5,6 @@ import json
 import re
 import sys
 import zipfile
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,12 +43,6 @@ def line(script, folder: Path, flags: str = "", **kwargs) -> list[str]:
 def train(script, folder: Path, flags: str = "", **kwargs) -> dict:
     script.train(script.parse_args(line(script, folder, flags, **kwargs)))
     return script.load_checkpoint(folder)
-
-
-def plain(checkpoint: dict) -> dict:
-    """But for how it was run."""
-    how = {"env_workers": 0, "env_id": ""}
-    return checkpoint | {"args": asdict(checkpoint["args"]) | how}
 
 
 @BOTH
