@@ -192,10 +192,12 @@ def lengths(script: str, flags: str = "", **kwargs) -> str:
 
 
 def quick_workers(monkeypatch):
-    """Worker processes start from one that has imported PyTorch, in no time instead of 4 s. They
-    get what they do of it as they would: by a pipe, and from modules."""
-    server.set_forkserver_preload(["torch", "gymnasium", "pytest", "envpool", "pettingzoo"])
-    server.ensure_running()
+    """Worker processes start from one that has imported the scripts, in no time instead of 4 s.
+    They get what they do of it as they would: by a pipe, and from modules."""
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT}:{os.environ['PYTHONPATH']}")
+        server.set_forkserver_preload([*PARALLEL, "pytest"])
+        server.ensure_running()
     monkeypatch.setattr(server._forkserver, "ensure_running", lambda: None)  # in forks, too
     plain = multiprocessing.get_context
     kinds = {"spawn": "forkserver"}
