@@ -37,7 +37,7 @@ class Lengths(gym.Env):
         self.file = Path(here, str(os.getpid())) if here else None
         self.write("open")
         self.strike("constructor")
-        if fault == "the second worker" and multiprocessing.current_process().name.endswith("-2"):
+        if fault == "second" and multiprocessing.current_process().name.endswith("-2"):
             raise ZeroDivisionError(f"boom in {fault}")
 
     def write(self, text: str):
