@@ -477,9 +477,10 @@ def test_whatever_the_network_what_acts_is_what_learns(script, network, tmp_path
 
     if script == "ppo_cma":
         monkeypatch.setattr(module, "MLP", Network)
-    else:  # the first and the last argument
-        monkeypatch.setattr(module, "mlp", lambda *sizes: make(
-            sizes[0], sizes[1] if script != "ppo_kl_adaptive" else sizes[-1]))  # fmt: skip
+    elif script == "ppo_kl_adaptive":
+        monkeypatch.setattr(module, "mlp", lambda inputs, _, third, outputs: make(inputs, outputs))
+    else:
+        monkeypatch.setattr(module, "mlp", lambda inputs, outputs, gain: make(inputs, outputs))
     env_id = "ClockSeveral-v0" if script == "ppo" else "ClockWide-v0"
     final = train(script, tmp_path / "run", f"--env-id {env_id}", iterations=3)
     assert final["counters"][1] == 3
