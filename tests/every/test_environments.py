@@ -266,7 +266,7 @@ def test_a_fault_ends_the_run_which_goes_on_when_it_is_mended(
         patch.setattr(module.Run, "log", lambda *given: logged.append(1) or log(*given))
         patch.setattr(kind, name, faulty)
         errors = {"an exception": (ZeroDivisionError, "physics blew up")}
-        says = rf"iteration 3: ({fault}|charts/mean_episodic_return) is not finite"
+        says = rf"iteration 3: ({fault}|vector|charts/mean_episodic_return) is not finite"
         error, match = errors.get(fault, (FloatingPointError, says))
         with pytest.raises(error, match=match):
             train(script, folder, iterations=6)
