@@ -164,7 +164,10 @@ def parse_args(argv: list[str] | None = None) -> Args:
     --run-dir, too, if a run was cut off there: it is resumed."""
 
     def runs(resume: Path | None = None, evaluate: Path | None = None, run_dir: Path | None = None):
-        return resume or evaluate or (run_dir and (run_dir / "checkpoint.pt").exists() and run_dir)
+        begun = False
+        with contextlib.suppress(OSError):  # a name that cannot be: refused later
+            begun = run_dir and (run_dir / "checkpoint.pt").exists()
+        return resume or evaluate or (begun and run_dir)
 
     folder, _ = tyro.cli(runs, args=argv, return_unknown_args=True, add_help=False)
     saved = load_checkpoint(folder)["args"] if folder else Args()
@@ -945,6 +948,7 @@ def restore(agent: Agent, checkpoint: dict, folder: Path):
             for name in ("exp_avg", "exp_avg_sq"):
                 if state[name].shape != parameter.shape:
                     raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
+                state[name] = torch.empty_like(parameter).copy_(state[name])  # in its layout
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         fail(f"{folder}: its checkpoint does not fit: {error!r}")
 

@@ -644,9 +644,11 @@ def load_adam(adam: torch.optim.Adam, state: dict):
     """Set what an optimizer has gathered; its settings stay those of the code."""
     parameters = [p for group in adam.param_groups for p in group["params"]]
     for number, gathered in state.items():
-        for name, x in gathered.items():
-            if x.dim() and x.shape != parameters[number].shape:
+        for name in gathered.keys() - {"step"}:
+            x = gathered[name]
+            if x.shape != parameters[number].shape:
                 raise ValueError(f"{name} of parameter {number} has shape {tuple(x.shape)}")
+            gathered[name] = torch.empty_like(parameters[number]).copy_(x)  # in its layout
     adam.load_state_dict(adam.state_dict() | {"state": state})
 
 
@@ -1018,7 +1020,7 @@ def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]
         envs.close()
     try:
         agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         fail(f"{folder}: its agent does not fit the environment: {error}")
     return agent, args
 

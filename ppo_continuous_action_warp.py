@@ -825,10 +825,11 @@ def load_checkpoint(folder: Path) -> dict:
     return content | {"args": args}
 
 
-def load(folder: Path, env=None) -> tuple[Agent, Args]:
-    """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
+def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]:
+    """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments or
+    those given."""
     checkpoint = load_checkpoint(folder)
-    args = checkpoint["args"]
+    args = args or checkpoint["args"]
     made = env or make_env(args.env_id)
     agent = Agent(made, args)
     if env is None:
@@ -836,7 +837,7 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
     try:
         agent.load_state_dict(checkpoint["agent"])
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        fail(f"{folder}: its agent does not fit the environment: {error}")
+        fail(f"{folder}: its agent does not fit the environment and the flags: {error}")
     return agent, args
 
 
@@ -964,13 +965,15 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     with contextlib.closing(make_envs(args.env_id, args.num_envs, device)) as envs:
         torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-        agent = load(args.resume, envs)[0] if args.resume else Agent(envs, args)
+        agent = load(args.resume, envs, args)[0] if args.resume else Agent(envs, args)
         agent.adam = flat_adam(agent.to(device))
         agent.adam["learning_rate"] = torch.tensor(args.learning_rate, device=device)
         at, data = start(agent, envs, args)
         if args.resume:
             state = {"at": at, "envs": envs.state_dict()} if envs.resumable else {}
             restore(agent, state, checkpoint, args.resume)
+            if args.learning_rate != checkpoint["args"].learning_rate:  # given anew
+                agent.adam["learning_rate"].fill_(args.learning_rate)
         graphs = args.cudagraphs and device.type == "cuda"
         collect = Recorded(rollout) if graphs and envs.resumable else rollout
         learn = Recorded(update) if graphs else update

@@ -1375,7 +1375,7 @@ def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]
         fail(f"{folder}: its agent sees {seen}, the environment shows {shown}")
     try:
         agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
         fail(f"{folder}: its agent does not fit the environment and the flags: {error}")
     return agent, args
 
@@ -1503,8 +1503,13 @@ def restore(agent: Agent, memory: torch.Tensor, checkpoint: dict, folder: Path):
     """Set the optimizer and the memory's state to what the checkpoint has."""
     try:
         agent.adam.load_state_dict(checkpoint["adam"])
+        for parameter, state in agent.adam.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if state[name].shape != parameter.shape:
+                    raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
+                state[name] = torch.empty_like(parameter).copy_(state[name])  # in its layout
         memory.copy_(checkpoint["memory"])
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         fail(f"{folder}: its checkpoint does not fit: {error!r}")
 
 

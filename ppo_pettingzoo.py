@@ -1083,18 +1083,19 @@ def load_checkpoint(folder: Path) -> dict:
     return content | {"args": args}
 
 
-def load(folder: Path, env=None) -> tuple[Agent, Args]:
-    """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
+def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]:
+    """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments or
+    those given."""
     checkpoint = load_checkpoint(folder)
-    args = checkpoint["args"]
+    args = args or checkpoint["args"]
     envs = env or make_envs(args, 1)
     agent = Agent(envs, args)
     if env is None:
         envs.close()
     try:
         agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError as error:
-        fail(f"{folder}: its agent does not fit the environment: {error}")
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+        fail(f"{folder}: its agent does not fit the environment and the flags: {error}")
     return agent, args
 
 
@@ -1190,8 +1191,13 @@ def restore(agent: Agent, checkpoint: dict, folder: Path):
     """Set the optimizer and the random numbers to what the checkpoint has."""
     try:
         agent.adam.load_state_dict(checkpoint["adam"])
+        for parameter, state in agent.adam.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if state[name].shape != parameter.shape:
+                    raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
+                state[name] = torch.empty_like(parameter).copy_(state[name])  # in its layout
         agent.rng.bit_generator.state = checkpoint["rng"]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         fail(f"{folder}: its checkpoint does not fit: {error!r}")
 
 
@@ -1210,7 +1216,7 @@ def train(args: Args) -> Path:
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
     with contextlib.closing(make_envs(args, args.num_envs, checkpoint)) as envs:
         torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-        agent = load(args.resume, envs)[0] if args.resume else Agent(envs, args)
+        agent = load(args.resume, envs, args)[0] if args.resume else Agent(envs, args)
         parameters = agent.to(device).parameters()
         agent.adam = torch.optim.Adam(parameters, eps=1e-5, fused=True)  # (detail 3)
         if args.resume:

@@ -748,6 +748,7 @@ def restore(agent: Agent, past: Agent, envs: Envs, checkpoint: dict, folder: Pat
             for name in ("exp_avg", "exp_avg_sq"):
                 if state[name].shape != parameter.shape:
                     raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
+                state[name] = torch.empty_like(parameter).copy_(state[name])  # in its layout
         envs.play_again(checkpoint["played"])
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
         fail(f"{folder}: its checkpoint does not fit: {e!r}")

@@ -705,6 +705,7 @@ def restore(agent: Agent, checkpoint: dict, folder: Path):
             for name in ("exp_avg", "exp_avg_sq"):
                 if state[name].shape != parameter.shape:
                     raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
+                state[name] = torch.empty_like(parameter).copy_(state[name])  # in its layout
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         fail(f"{folder}: its checkpoint does not fit: {error!r}")
 

@@ -420,6 +420,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto
 table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto }
 th, td { padding: 3px 10px; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd }
 img { max-width: 100% }
+td:not(:last-child) { white-space: nowrap }
 p { overflow-x: auto }
 @media (max-width: 700px) { img { max-width: none; width: 640px } }
 """

@@ -198,7 +198,7 @@ def kl_adaptive():
 
 
 GOALS = {"Pong-v5": (0, 10, 18), "Breakout-v5": (10, 50, 100), "BeamRider-v5": (500, 1000, 1900)}
-SCRIPTS = ("ppo_continuous_action", "ppo_kl_adaptive 1M", "ppo_cma 1M")
+SCRIPTS = ("ppo_continuous_action", "ppo_kl_adaptive 200k", "ppo_cma 1M")
 
 
 def learning(algorithms: Sequence[str], env_ids: Sequence[str], more: int = 0) -> tuple:
@@ -291,6 +291,7 @@ CHANGES = {
     "ppo_cma 1M-anneal-lr": "the learning rate falls linearly to 0",
 }
 ABLATED = ("Hopper-v4", "Walker2d-v4")
+CLAIMED = ("Hopper-v4", "HalfCheetah-v4")  # where Coady's claims were tried
 MODES = {"ppo_cma 1M-ppo": "`--mode ppo`, its own flags"}
 STUDY = {
     "ppo_continuous_action study-8-envs": "`--num-envs 8 --num-steps 256`",
@@ -298,9 +299,12 @@ STUDY = {
     "ppo_continuous_action study-clip-vloss": "`--clip-vloss`",
     "ppo_continuous_action study-target-kl": "`--target-kl 0.02`",
 }
+COADY = {"ppo_kl_adaptive 200k-lam-1": "`--lam 1`: no GAE"}
 for name, lines in sorted(PATCHES.items()):
     if name.startswith("cma-"):
         CHANGES[f"change {name}"] = lines[0]
+    elif name.startswith("coady-"):
+        COADY[f"change {name}"] = lines[0]
     else:  # and the lines that it adds: one more names the file by a +
         STUDY[f"change {name}"] = f"{lines[0]} (+{sum(x.startswith('+') for x in lines) - 1})"
 STUDIED = ("HalfCheetah-v4", "Walker2d-v4", "Ant-v4", "InvertedDoublePendulum-v4")

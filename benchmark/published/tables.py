@@ -594,7 +594,9 @@ BLOCKS["lstm-results"] = partial(atari_results, "ppo_atari_lstm")
 ALPHAS = {f"{CLIPPED} rpo-{x}": f"`--rpo-alpha {x}`" for x in (0.01, 0.1, 0.5)}
 ON = *curves.MUJOCO[:4], *(f"dm_control/{task}-v0" for task in CONTROL[:4])
 BLOCKS["rpo"] = partial(ablations, f"{CLIPPED} no-target-kl", ALPHAS, ON, "evaluation")
+CLAIMS = "ppo_kl_adaptive 200k", curves.COADY, curves.CLAIMED
 for metric in report.METRICS:
+    BLOCKS |= {f"claims-{metric}": partial(ablations, *CLAIMS, metric)}
     BLOCKS |= {f"head-to-head-{metric}": partial(head_to_head, metric)}
     parts = (curves.CHANGES, curves.ABLATED)
     modes = (curves.MODES, curves.MUJOCO)

@@ -1,7 +1,9 @@
 """What benchmark/published adds to the scripts: changes, an environment, a table of saturation."""
 
+import math
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,8 @@ from torch.utils.tensorboard import SummaryWriter
 import ppo_continuous_action as script
 from benchmark.published.studies import change
 
-PATCHES = sorted(path.stem for path in (change.HERE / "changes").glob("[!c]*.patch"))  # not cma-
+CLIPPED = (change.HERE / "changes").glob("[!c]*.patch")  # not cma- and coady-
+PATCHES = sorted(path.stem for path in CLIPPED)
 FLAGS = (
     "--env-id Pendulum-v1 --num-steps 256 --num-minibatches 4 --total-timesteps 768 --no-compile "
     "--no-cuda --log-std-init -2 --checkpoint-interval 1"
@@ -146,3 +149,17 @@ def test_saturation_is_a_mean_over_each_million_steps(tmp_path):
     command = [sys.executable, str(change.HERE / "saturation.py"), str(tmp_path)]
     made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert made == "run,1M,2M,3M,4M,5M,6M,7M,8M,9M,10M\na-s1,50.00,25.00,-,-,-,-,-,-,-,-\n"
+
+
+def test_a_claim_of_coadys_is_one_number():
+    """Each of the three takes away one part, and nothing else."""
+    plain = asdict(change.changed("coady-no-hinge").Servo())
+    assert plain.pop("hinge_coef") == 0.0
+    for name, field, value in (
+        ("no-early-stop", "early_stop", math.inf),
+        ("fixed-rate", "lr_servo", "never"),
+    ):
+        servo = asdict(change.changed(f"coady-{name}").Servo())
+        assert servo.pop(field) == value
+        assert servo.pop("hinge_coef") == 50.0
+        assert servo.items() <= plain.items()

@@ -1,6 +1,7 @@
-"""docs/ and README.md say what the scripts are: links, flags, logged tags, tables."""
+"""Pages say what the scripts are: links, flags, logged tags, tables of committed data."""
 
 import gzip
+import importlib
 import json
 import math
 import re
@@ -8,17 +9,16 @@ import tomllib
 
 import numpy as np
 import pytest
-from program import scalars
-from scripts import train
+from program import ROOT, scalars
+from scripts import EVERY, SMALL, train
 
-from benchmark.published import RESULTS, docs, tables
+from benchmark.published import HERE, RESULTS, docs, tables
 
-SCRIPTS = sorted(path.stem for path in docs.DOCS.parent.glob("ppo*.py"))
+TEXTS = [*docs.PAGES, HERE / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 MORE = {  # with which all is logged that can be
     "ppo_continuous_action_warp": "--num-envs 2 --num-steps 210 --no-stagger-episodes",
     "ppo_pettingzoo_ma_atari": "--eval-interval 1",
 }
-EVERY = pytest.mark.parametrize("script", SCRIPTS)
 
 
 @pytest.mark.parametrize("page", docs.PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
@@ -53,6 +53,61 @@ def test_a_link_leads_to_the_definition():
         docs.line_of("what is not there", "ppo.py")
 
 
+def anchors(text: str) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower() for title in titles)
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
+
+
+def test_github_names_headings_so():
+    text = "# `--target-kl 0.02`: why, and how\n## Three [algorithms](x.md)\n```\n# none\n```\n"
+    assert anchors(text) == {"--target-kl-002-why-and-how", "three-algorithms"}
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    inner = [link for link in links if not link.startswith(("http", "mailto"))]
+    for link in inner:
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target.read_text()), link
+
+
+# Of other programs: benchmark's, torchrun's, Slurm's, TensorBoard's, uv's; of other projects
+FOREIGN = """--algorithm --cluster --command --env-ids --gres --logdir --max-restarts --metric
+    --model --nnodes --nodes --nproc-per-node --num-seeds --output --project --python --rdzv-backend
+    --rdzv-endpoint --runs-dir --search --standalone --study --trials --variant --with --workers
+    --algorithm-name --config --episode-length --n-rollout-threads --num-mini-batch --ppo-epoch
+    --render --upload-model --use-centralized-V --use-valuenorm
+    --local-batch-size --local-minibatch-size --std-min"""
+ALIASES = "--env-name --lam --max-steps --ppo-ent-l-w --ppo-epsilon --run-suffix"
+
+
+@pytest.mark.parametrize("page", docs.PAGES, ids=lambda page: page.stem)
+def test_flags_that_a_page_names_exist(page):
+    modules = [importlib.import_module(script) for script in SMALL]
+    known = {f"--{name}" for module in modules for name in module.Args.__dataclass_fields__}
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page.read_text()))
+    named = {flag.replace("--no-", "--").replace("_", "-") for flag in named}
+    known = {flag.replace("_", "-") for flag in known}
+    assert named - known - {*FOREIGN.split(), *ALIASES.split()} == set()
+
+
+def test_tags_to_look_at_are_logged():
+    """Those of the page "When it does not learn" are explained where a script logs them."""
+    pages = [(docs.DOCS / f"{script}.md").read_text() for script in SMALL]
+    sections = "".join(page.split("## What is logged")[1] for page in pages)
+    advice = (docs.DOCS / "when_it_does_not_learn.md").read_text()
+    tags = set(re.findall(r"`((?:charts|losses)/\w+)`", advice))
+    assert len(tags) >= 8
+    assert tags <= set(re.findall(r"`((?:charts|losses)/\w+)", sections))
+
+
 def cells(block: str, first: str) -> list[str]:
     """The row of a README table that begins with this text."""
     lines = tables.BLOCKS[block]().splitlines()
@@ -80,7 +135,8 @@ def test_speed_tables_by_hand():
     assert row[1] == f"{middle:,.0f}"
     assert row[2] == f"**{to_sb3[1]:.1f}** ({to_sb3[0]:.1f} to {to_sb3[2]:.1f})"
     assert row[3] == f"{to_bare[1]:.2f}"
-    assert row[5].endswith("372 MB")  # the most of sb3's long runs: 371.7, 372.4, 371.7
+    most = max(float(line[6]) for line in table if line[0] == "sb3" and line[2] == "long")
+    assert row[5].endswith(f"{most:.0f} MB")
 
 
 def test_result_tables_by_hand():
@@ -168,3 +224,19 @@ def test_every_extra_that_a_page_installs_exists():
     }
     assert named >= {"benchmark", "dev", "envpool"}
     assert named <= project["optional-dependencies"].keys()
+
+
+def test_from_a_number_to_its_maker_and_its_command():
+    """benchmark/published/README.md lists every table of every page, with function and command."""
+    text = (HERE / "README.md").read_text()
+    rows = re.findall(r"^\| \[\w+\]\(([^)]+)\) \| `([\w-]+)` \| `(\w+)` \| (.*) \|$", text, re.M)
+    listed = {((HERE / page).resolve(), name) for page, name, _, _ in rows}
+    shown = set()
+    for page in docs.PAGES:
+        names = re.findall(r"^<!-- ([\w-]+) -->$", page.read_text(), re.MULTILINE)
+        shown |= {(page.resolve(), name) for name in names if name in tables.BLOCKS}
+    assert listed == shown
+    assert len(shown) > 25
+    for _, _, maker, commands in rows:
+        assert callable(getattr(tables, maker))
+        assert re.findall(r"\]\(([^)]+)\)", commands)  # whose files another test looks for

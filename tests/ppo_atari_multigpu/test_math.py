@@ -600,23 +600,6 @@ def test_the_same_command_goes_on_where_it_was_cut_off(toys, tmp_path, monkeypat
     assert end.value.code == 2
 
 
-def test_a_policy_plays_as_it_was_saved(toys, tmp_path, capsys):
-    train(tmp_path / "run", "--save-model")
-    agent, args = script.load(tmp_path / "run", Toy)
-    assert args.num_envs == 4
-    fresh = script.Agent(Toy, args)
-    fresh.load_state_dict(torch.load(tmp_path / "run" / "ppo_atari_multigpu.cleanrl_model"))
-    obs = np.random.default_rng(0).integers(0, 256, (6, 4, 84, 84), dtype=np.uint8)
-    assert (agent.act(obs) == fresh.act(obs)).all()
-    noise = np.random.default_rng(1).gumbel(size=(6, 4))
-    assert (agent.act(obs, noise) == fresh.act(obs, noise)).all()
-    assert set(agent.act(obs, 100 * np.eye(4)[[0, 1, 2, 3, 0, 1]])) == {0, 1, 2, 3}
-    capsys.readouterr()
-    scores = script.evaluate(parse(f"--evaluate {tmp_path / 'run'} --eval-episodes 2"))
-    assert scores == [21.0, 21.0]  # two lives of three steps: 1 + ... + 6
-    assert capsys.readouterr().out.count("eval_episode=") == 2
-
-
 IDS = {"Breakout-v5": 0.0, "BreakoutNoFrameskip-v4": 0.0, "ALE/Breakout-v5": 0.25}
 
 

@@ -702,19 +702,6 @@ def play_on(agent: Agent, iterations: int, seed: int):
         agent.update_with_memorized()
 
 
-def test_weights_alone_restore_a_policy(tmp_path):
-    agent = make_agent(3, [-1, 0], [1, 3], n_updates=5)
-    for updates in range(3):
-        torch.save(agent.state_dict(), tmp_path / "weights")
-        fresh = make_agent(3, [-1, 0], [1, 3], seed=9)
-        fresh.load_state_dict(torch.load(tmp_path / "weights", weights_only=True))
-        obs, noise = np.random.default_rng(0).normal(size=(50, 3)), agent.noise(50)
-        for given in (None, noise):
-            assert (fresh.act(obs, given) == agent.act(obs, given)).all()
-        assert int(fresh.updates) == updates
-        play_on(agent, 1, seed=updates)
-
-
 @pytest.mark.parametrize("mode", ["ppo-cma-m", "ppo"])
 def test_ones_own_loop_goes_on_from_its_saved_state(mode, tmp_path):
     def new():

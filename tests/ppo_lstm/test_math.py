@@ -1,7 +1,6 @@
 """ppo_lstm.py: the memory's state where episodes begin and end, its replay in learning, acting with
 it, and the script as a program. What it shares with ppo_pixels.py is tested in test_pixels*.py."""
 
-import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from program import ROOT, assert_same, rows, run, scalars, train_until_killed
+from program import assert_same, rows, scalars, train_until_killed
 
 import ppo_atari_lstm
 import ppo_lstm as script
@@ -518,18 +517,6 @@ def test_a_saved_policy_acts_as_it_did(tmp_path, flags):
     assert begins > 5
 
 
-def test_a_run_as_a_program(tmp_path):
-    flags = f"--env-id {CUE} --run-dir {tmp_path / 'run'} --total-timesteps 128 {SMALL}".split()
-    done = run(ROOT / "ppo_lstm.py", *flags, "--env-kwargs", '{"delay": 5}', cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    played = run(
-        ROOT / "ppo_lstm.py", "--evaluate", str(tmp_path / "run"), "--env-id", CUE,
-        "--eval-episodes", "2", cwd=ROOT,
-    )  # fmt: skip
-    assert re.findall(r"eval_episode=(\d), episodic_return=\d", played.stdout) == ["0", "1"]
-    assert re.findall(r"drawn_episode=(\d), episodic_return=\d", played.stdout) == ["0", "1"]
-
-
 def test_masks_and_a_memory_together(tmp_path):
     gym.register("KnownMasked-v0", Known, kwargs={"mask": [1, 0, 1]})
     folder = train(tmp_path / "run", "--total-timesteps 320 --previous-action", "KnownMasked-v0")
@@ -547,42 +534,6 @@ def test_masks_and_a_memory_together(tmp_path):
         data.actions.flatten(0, 1),
     )
     assert (entropy - game.agent.box_entropy()).max() <= np.log(2) + 1e-6
-
-
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ("--memory rnn", "rnn"),
-        ("--memory-size 0", "--memory-size 0"),
-        ("--num-envs 4 --num-minibatches 5", "--num-minibatches 5: not in 1 ... 4"),
-    ],
-)
-def test_wrong_flags(flags, said, capsys):
-    with pytest.raises(SystemExit) as ended:
-        script.parse_args(flags.split())
-    assert ended.value.code == 2
-    assert said in " ".join(re.sub("[│]", " ", capsys.readouterr().err).split())
-
-
-@pytest.mark.parametrize("flags", ["--memory gru", "--memory-size 16", "--previous-action"])
-def test_a_run_does_not_go_on_with_another_memory(tmp_path, capsys, flags):
-    folder = train(tmp_path / "run", "--total-timesteps 128")
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        script.train(script.parse_args(["--resume", str(folder), *flags.split()]))
-    assert ended.value.code == 2
-    assert "its agent does not fit the environment and the flags" in capsys.readouterr().err
-
-
-def test_a_state_of_another_shape_is_one_line(tmp_path, capsys):
-    folder = train(tmp_path / "run", "--total-timesteps 128")
-    left = torch.load(folder / "checkpoint.pt", weights_only=True)
-    torch.save(left | {"memory": left["memory"][:, :-1]}, folder / "checkpoint.pt")
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        script.train(script.parse_args(["--resume", str(folder), "--total-timesteps", "640"]))
-    assert ended.value.code == 2
-    assert "its checkpoint does not fit" in capsys.readouterr().err
 
 
 # --- learning -------------------------------------------------------------------------------------

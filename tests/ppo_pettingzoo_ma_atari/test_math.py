@@ -14,8 +14,6 @@ import torch
 from program import (
     ROOT,
     assert_same,
-    installed,
-    run,
     scalars,
     write_checkpoint,
 )
@@ -474,23 +472,6 @@ def test_a_game_goes_on_to_the_same_bits():
     assert (other.over == envs.over).all()
 
 
-def test_a_saved_policy_acts_to_the_bit(duel, tmp_path):
-    train(tmp_path / "run", "--env-id duel_v0 --save-model")
-    agent, args = script.load(tmp_path / "run")
-    other = make_agent(Args(seed=7))
-    other.load_state_dict(torch.load(tmp_path / "run" / f"{NAME}.cleanrl_model"))
-    rng = np.random.default_rng(0)
-    obs, noise = rng.integers(0, 256, (32, 6, 84, 84), dtype=np.uint8), rng.gumbel(size=(32, 4))
-    sample = agent.act(obs, noise)
-    assert (other.act(obs, noise) == sample).all()
-    assert (other.act(obs) == agent.act(obs)).all()
-    with torch.no_grad():
-        policy, _ = agent.policy(torch.as_tensor(obs))
-    assert (sample == (policy.numpy() + noise.astype(np.float32)).argmax(axis=1)).all()
-    assert (agent.act(obs) == policy.numpy().argmax(axis=1)).all()
-    assert len(set(sample.tolist())) == 4
-
-
 # --- learning -------------------------------------------------------------------------------------
 
 
@@ -574,70 +555,6 @@ def test_defaults_are_cleanrl_s():
         "target_kl": None, "batch_size": 2048, "minibatch_size": 512, "num_iterations": 9765,
     }  # fmt: skip
     assert {name: getattr(args, name) for name in wanted} == wanted
-
-
-WRONG = [
-    ("--learning-rate nan", "--learning-rate nan: not in"),
-    ("--num-envs 1", "--num-envs 0: not in 1 ..."),
-    ("--num-steps 1 --num-minibatches 4", "--minibatch-size 1: not in 2 ..."),
-    ("--eval-episodes 0", "--eval-episodes 0: not in 1 ..."),
-    ("--eval-interval 0", "--eval-interval 0: not in 1 ..."),
-    ("--env-id pong_v2", "--env-id pong_v2: No module named"),
-    ("--env-id quadrapong_v4", "--env-id quadrapong_v4: too many values to unpack"),
-    ("--env-id base_atari_env", "has no attribute 'parallel_env'"),
-    ("--resume nowhere", "nowhere: no checkpoint.pt that can be read"),
-    ("--resume run --run-dir new", "--resume goes on in its folder"),
-    ("--resume run --num-envs 8", "run goes on with its 4 environments of duel_v0"),
-    ("--resume run --env-id pong_v3", "run goes on with its 4 environments of duel_v0"),
-    ("--run-dir run", "a run is there: --resume run"),
-    ("--capture-video", "moviepy 2 is not installed: pip install 'moviepy>=2'"),
-    ("--no-such-flag", "--no-such-flag"),
-]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("place")
-
-
-@pytest.mark.parametrize(("flags", "says"), WRONG)
-def test_wrong_arguments_end_with_2_and_leave_nothing(flags, says, duel, place, monkeypatch, capfd):
-    installed(monkeypatch, moviepy=False)
-    monkeypatch.chdir(place)
-    if not Path("run").exists():
-        train(Path("run"), f"--env-id duel_v0 --total-timesteps {STEPS}")
-    before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
-    capfd.readouterr()
-    more = "" if "--env-id" in flags or "--resume" in flags else "--env-id duel_v0"
-    with pytest.raises(SystemExit) as end:
-        script.train(small(f"--total-timesteps {2 * STEPS} {more} {flags}"))
-    assert end.value.code == 2
-    err = " ".join(word for word in capfd.readouterr().err.split() if word != "│")
-    assert says in err
-    assert "Traceback" not in err
-    assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
-
-
-@pytest.mark.parametrize("package", ["pettingzoo", "multi_agent_ale_py", "ale_py"])
-def test_what_is_missing_is_one_line(package, monkeypatch, capsys):
-    installed(monkeypatch, **{package: False})
-    with pytest.raises(SystemExit) as end:
-        parse(SMALL)
-    assert end.value.code == 2
-    wanted = f"{NAME}.py: {package} is not installed: pip install {package}\n"
-    assert capsys.readouterr().err == wanted
-
-
-def test_a_program_by_itself(tmp_path):
-    """Copied alone into an empty folder, on a real game."""
-    copy = tmp_path / "copied.py"
-    copy.write_text((ROOT / f"{NAME}.py").read_text())
-    flags = f"{SMALL} --eval-interval 9 --total-timesteps {2 * STEPS} --run-dir run".split()
-    done = run(copy, *flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "pong_v3 on cpu, 2 iterations, in run" in done.stdout + done.stderr
-    facts = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert (facts["status"], facts["global_step"]) == ("finished", 2 * STEPS)
 
 
 def test_the_win_rate_on_the_page_is_that_of_the_committed_games():

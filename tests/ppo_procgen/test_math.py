@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from program import METRICS, ROOT, Levels, assert_same, installed, rows, run, scalars, status
+from program import METRICS, Levels, assert_same, rows, scalars, status
 
 import ppo_continuous_action
 import ppo_procgen as script
@@ -563,37 +563,7 @@ def test_in_training_all_levels_are_played_and_nothing_else_changes(levels, tmp_
     assert {m["num_levels"] for m in levels if len(m["seed"]) == 6} == {0}
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("moviepy"), reason="no moviepy")
-def test_videos_of_both(levels, tmp_path):
-    train(tmp_path / "run", "--num-levels 2 --eval-interval 99")
-    script.evaluate(
-        parse(f"--evaluate {tmp_path / 'run'} --eval-episodes 2 --capture-video --no-cuda")
-    )
-    names = sorted(path.name for path in (tmp_path / "run" / "videos").iterdir())
-    assert names == [f"{name}-episode-{i}.mp4" for name in ("eval", "train") for i in (0, 1)]
-
-
 # --- acting, and as a program ---------------------------------------------------------------------
-
-
-def test_a_saved_policy_acts_to_the_bit(levels, tmp_path):
-    train(tmp_path / "run", "--save-model")
-    agent, args = script.load(tmp_path / "run", Levels)
-    assert args.num_steps == 8
-    other = make_agent(Args(seed=7))
-    rng = np.random.default_rng(0)
-    obs, noise = rng.integers(0, 256, (20, 3, 64, 64), dtype=np.uint8), rng.gumbel(size=(20, 15))
-    assert (agent.act(obs) != other.act(obs)).any()
-    other.load_state_dict(torch.load(tmp_path / "run" / "ppo_procgen.cleanrl_model"))
-    assert (agent.act(obs, noise) == other.act(obs, noise)).all()
-    assert (agent.act(obs) == other.act(obs)).all()
-    with torch.no_grad():
-        policy, _ = agent.policy(torch.as_tensor(obs))
-        again, _ = other.policy(torch.as_tensor(obs))
-    assert torch.equal(policy, again)
-    assert (agent.act(obs, noise) == (policy.numpy() + np.float32(noise)).argmax(axis=1)).all()
-    assert (agent.act(obs) == policy.numpy().argmax(axis=1)).all()
-    assert agent.return_sums[0] > 60
 
 
 def test_resume_goes_on_in_new_games(levels, tmp_path):
@@ -633,68 +603,3 @@ def test_compiled_learns_nearly_the_same():
     torch.testing.assert_close(*after, atol=1e-5, rtol=0)
 
 
-WRONG = [
-    ("--num-minibatches 33", "--minibatch-size 0: not in 2 ..."),
-    ("--num-minibatches 0", "--num-minibatches 0: not in 1 ..."),
-    ("--num-levels -1", "--num-levels -1: not in 0 ... 1000000000"),
-    ("--start-level 2000000000", "--start-level 2000000000: not in 0 ... 1000000000"),
-    ("--eval-episodes 0", "--eval-episodes 0: not in 1 ..."),
-    ("--eval-interval 0", "--eval-interval 0: not in 1 ..."),
-    ("--learning-rate nan", "--learning-rate nan: not in"),
-    ("--env-id CartPole-v1", "--env-id CartPole-v1: EnvPool has no such Procgen game"),
-    ("--env-id Breakout-v5", "--env-id Breakout-v5: EnvPool has no such Procgen game"),
-    ("--env-id nogame", "--env-id nogame: EnvPool has no such Procgen game"),
-    ("--resume nowhere", "nowhere: no checkpoint.pt that can be read"),
-    ("--resume run --run-dir new", "--resume goes on in its folder"),
-    ("--resume run --num-envs 5", "run goes on with its 4 environments of StarpilotEasy-v0"),
-    ("--resume run --env-id bigfish", "run goes on with its 4 environments of StarpilotEasy-v0"),
-    ("--run-dir run", "a run is there: --resume run"),
-    ("--capture-video", "moviepy 2 is not installed: pip install 'moviepy>=2'"),
-    ("--no-such-flag", "--no-such-flag"),
-    ("no Qt", "no Qt at all (or, without root: pip install PyQt5-Qt5)"),
-]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with a `run`."""
-    folder = tmp_path_factory.mktemp("place")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(envpool, "make", Levels)
-        train(folder / "run")
-    return folder
-
-
-@pytest.mark.parametrize(("flags", "says"), WRONG)
-def test_wrong_arguments_end_with_2_and_leave_nothing(
-    flags, says, levels, place, monkeypatch, capfd
-):
-    def unable(*args, **kwargs):
-        raise ImportError("no Qt at all")
-
-    installed(monkeypatch, moviepy=False, PyQt5=False)
-    monkeypatch.chdir(place)
-    if flags == "no Qt":
-        monkeypatch.setattr(envpool, "make", unable)
-        flags = ""
-    before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as end:
-        script.train(small(f"--total-timesteps {2 * STEPS} {flags}"))
-    assert end.value.code == 2
-    err = " ".join(word for word in capfd.readouterr().err.split() if word != "│")
-    assert says in err
-    assert "Traceback" not in err
-    assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
-
-
-@pytest.mark.usefixtures("games")
-def test_a_program_by_itself(tmp_path):
-    """Copied alone into an empty folder, on EnvPool's own game."""
-    copy = tmp_path / "copied.py"
-    copy.write_text((ROOT / "ppo_procgen.py").read_text())
-    flags = f"{SMALL} --total-timesteps {2 * STEPS} --num-levels 3 --run-dir run".split()
-    done = run(copy, *flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "StarpilotEasy-v0 on cpu, eager, 2 iterations, in run" in done.stdout + done.stderr
-    assert status(tmp_path / "run") == "finished"

@@ -1,7 +1,8 @@
 """A script with changes: `change.py NAME` or `change.py NAME+NAME`, then the script's own flags;
 later `change.py --resume RUN` or `change.py --evaluate RUN`. Each change is a file of changes/, of
-ppo_cma.py if it begins with cma-, else of ppo_continuous_action.py; in a clone, `git apply
-benchmark/published/studies/changes/NAME.patch` makes it.
+ppo_cma.py if it begins with cma-, of ppo_kl_adaptive.py if with coady-, else of
+ppo_continuous_action.py; in a clone, `git apply benchmark/published/studies/changes/NAME.patch`
+makes it.
 """
 
 import importlib.util
@@ -14,16 +15,20 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+SCRIPTS = {"cma": "ppo_cma.py", "coady": "ppo_kl_adaptive.py"}  # by how a change's name begins
+
+
+def script_of(name: str) -> str:
+    return SCRIPTS.get(name.split("-")[0], "ppo_continuous_action.py")
 
 
 def changed(names: str):
     """Their script as a module, with these changes."""
-    cma = names.startswith("cma-")
+    script = script_of(names)
     paths = sorted((HERE / "changes").glob("*.patch"))
-    known = {path.stem: path for path in paths if path.stem.startswith("cma-") == cma}
+    known = {path.stem: path for path in paths if script_of(path.stem) == script}
     if not set(names.split("+")) <= known.keys():
         raise SystemExit(f"change.py {names}: not among {', '.join(known)}")
-    script = "ppo_cma.py" if cma else "ppo_continuous_action.py"
     kept = tempfile.TemporaryDirectory()  # until the program ends: its text is read again
     folder = Path(kept.name)
     shutil.copy(HERE.parents[2] / script, folder)
