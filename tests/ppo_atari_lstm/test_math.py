@@ -665,5 +665,3 @@ def test_compiled_learns_nearly_the_same(capsys):
             script.update(agent, synthetic(6), k, 2.5e-4, args)
         after.append(torch.nn.utils.parameters_to_vector(agent.parameters()).detach())
     torch.testing.assert_close(*after, atol=1e-5, rtol=0)
-
-

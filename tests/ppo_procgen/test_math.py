@@ -601,5 +601,3 @@ def test_compiled_learns_nearly_the_same():
             script.update(agent, synthetic(5), k, 2.5e-4, args)
         after.append(vector(agent))
     torch.testing.assert_close(*after, atol=1e-5, rtol=0)
-
-
