@@ -2,12 +2,14 @@
 
 import csv
 import hashlib
+import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
@@ -507,3 +509,13 @@ def test_ours_is_faster_than_sb3_and_slower_than_its_environment(root, monkeypat
     (ppo,), (sb3,), (bare,) = (measured[name].cpu_rates for name in ("ppo", "sb3", "bare"))
     assert 1.2 * sb3 < ppo < bare / 2
     assert 150 < measured["ppo"].memory < 1000
+
+
+def test_the_sleeper_sleeps():
+    importlib.import_module("benchmark.published.sleeper")
+    env = gym.make("Sleeper-v0", seconds=0.0)
+    obs, _ = env.reset(seed=1)
+    assert obs.shape == (17,)
+    for _ in range(999):
+        assert not env.step(env.action_space.sample())[3]
+    assert env.step(env.action_space.sample())[3]  # its time limit

@@ -1,12 +1,11 @@
 """ppo_cma.py as a program: command line, run folder, resume, saved policy, evaluation. What kills,
 signals and damage do is in every/."""
 
-import json
 import re
 import shutil
-import signal
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -16,7 +15,6 @@ from program import (
     assert_same,
     rows,
     scalars,
-    train_until_killed,
 )
 
 import ppo_cma
@@ -87,51 +85,51 @@ def test_every_mode_trains(mode, tmp_path, monkeypatch):
     assert evaluate(tmp_path / "run", "--eval-episodes 1") == [10.0]
 
 
-def test_same_seed_same_bits_other_seed_other_states(tmp_path, undisturbed):
-    folder, checkpoint = undisturbed
-    again = train(tmp_path / "again", "--total-timesteps 1500")
-    assert_same(plain(again), plain(checkpoint, save_model=False))
-    assert rows(tmp_path / "again") == rows(folder)
-    assert scalars(tmp_path / "again") == scalars(folder)
-    other = train(tmp_path / "other", "--total-timesteps 400 --seed 2")
-    first = {tuple(obs) for obs in checkpoint["history"][0][0].tolist()}
-    assert not first & {tuple(obs) for obs in other["history"][0][0].tolist()}
+# --- boxes ----------------------------------------------------------------------------------------
 
 
-def test_no_two_episodes_share_a_reset_seed():
-    seeds = {
-        ppo_cma.episode_seed(seed, env, episode)
-        for seed in range(20) for env in range(8) for episode in range(20)
-    }  # fmt: skip
-    assert len(seeds) == 20 * 8 * 20
+@pytest.fixture
+def boxed(monkeypatch):
+    """Register an environment with this box of actions."""
+
+    def register(low, high, dtype) -> gym.spaces.Box:
+        box = gym.spaces.Box(np.array([low, -1.0]), np.array([high, 1.0]), dtype=dtype)
+        spec = gym.envs.registration.EnvSpec("Boxed-v0", entry_point=lambda **_: Clockwork(box))
+        monkeypatch.setitem(gym.registry, "Boxed-v0", spec)
+        return box
+
+    return register
+
+
+BOUNDS = [(-3e38, 3e38), (0, 1e-40), (0, 0), (-1e20, 1e20), (-1, np.inf), (1e8, 1e8 + 1)]
+
+
+@pytest.mark.parametrize(("low", "high"), BOUNDS)
+def test_boxes_that_can_not_be_learned_in_are_refused(low, high, boxed, tmp_path, capfd):
+    box = boxed(low, high, np.float64)
+    with pytest.raises(SystemExit) as end:
+        train(tmp_path / "run", "--env-id Boxed-v0")
+    assert end.value.code == 2
+    err = capfd.readouterr().err
+    assert "a finite Box of actions is wanted, its sides from 1e-6 to 1e6" in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+    spaces = SimpleNamespace(observation_space=gym.spaces.Box(-1, 1, (3,)), action_space=box)
+    with pytest.raises(ValueError, match="PPO-CMA needs finite bounds"):
+        ppo_cma.Agent(spaces)
+
+
+@pytest.mark.parametrize("side", [2e-6, 1e-3, 9e5])
+def test_boxes_at_the_limits_are_learned_in(side, boxed, tmp_path, monkeypatch):
+    step, taken = Clockwork.step, []
+    monkeypatch.setattr(Clockwork, "step", lambda env, a: taken.append(a[0] / side) or step(env, a))
+    boxed(0, side, np.float32)
+    final = train(tmp_path / "run", "--env-id Boxed-v0 --total-timesteps 1500")
+    assert all(x.isfinite().all() for x in final["agent"].values())
+    assert 0 <= min(taken) < 0.2 < 0.8 < max(taken) < 1.0001
 
 
 # --- resume ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("target", "call"), [("Envs.step", 700), ("mean_loss", 22), ("torch.save", 3)]
-)
-def test_killed_and_resumed_is_undisturbed(target, call, tmp_path, undisturbed):
-    folder = tmp_path / "run"
-    argv = f"{SMALL} --run-dir {folder} --total-timesteps 1500 --save-model".split()
-    assert train_until_killed("ppo_cma", target, call, argv) == -signal.SIGKILL
-    interrupted = ppo_cma.load_checkpoint(folder)  # readable
-    assert 0 < interrupted["counters"][1] < undisturbed[1]["counters"][1]
-    assert_same(resume(folder), undisturbed[1])
-    assert rows(folder) == rows(undisturbed[0])
-    assert scalars(folder) == scalars(undisturbed[0])  # each step once
-    assert json.loads((folder / "run.json").read_text())["status"] == "finished"
-
-
-def test_several_environments_go_on_together(tmp_path):
-    folder, whole = tmp_path / "run", tmp_path / "whole"
-    expected = train(whole, "--total-timesteps 1500 --num-envs 3")
-    argv = f"{SMALL} --run-dir {folder} --total-timesteps 1500 --num-envs 3".split()
-    assert train_until_killed("ppo_cma", "update", 3, argv, signal.SIGTERM) == 143
-    assert ppo_cma.load_checkpoint(folder)["counters"][1] == 3
-    assert_same(resume(folder), expected)
-    assert rows(folder) == rows(whole)
 
 
 def test_resume_extends_a_run_and_takes_other_flags(tmp_path, undisturbed):

@@ -1,6 +1,7 @@
 """Action masks of ppo.py; noise on the means, --rpo-alpha, of ppo_continuous_action.py."""
 
 import math
+from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -163,6 +164,43 @@ def test_a_mask_of_all_is_no_mask(tmp_path):
     assert (free.act(nothing.numpy()) < 4).all()
 
 
+class Masked(gym.Env):
+    """Shows a mask, whatever it says, in its observations or beside them."""
+
+    def __init__(self, kind: str, mask: np.ndarray, choices: gym.Space):
+        self.kind, self.mask, self.action_space = kind, mask, choices
+        box = spaces.Box(-1, 1, (3,))
+        nested = spaces.Dict({"action_mask": spaces.MultiBinary(mask.shape), "x": box})
+        self.observation_space = nested if kind == "observation" else box
+
+    def reset(self, seed=None, options=None):
+        if self.kind == "info":
+            return np.zeros(3), {"action_mask": self.mask}
+        return {"action_mask": self.mask, "x": np.zeros(3)}, {}
+
+
+@pytest.mark.parametrize("kind", ["info", "observation"])
+@pytest.mark.parametrize(
+    ("mask", "walls", "says"),
+    [
+        ([0, 0, 0, 0], [4], "leaves nothing to choose"),
+        ([1, 0, 0, 0, 0, 0, 0], [3, 4], "leaves nothing to choose"),
+        ([1], [4], "is not one of 4 choices"),
+        ([1, 1, 1, 1, 1], [4], "is not one of 4 choices"),
+        ([[1, 1, 1, 1]] * 2, [4], "is not one of 4 choices"),
+    ],
+)
+def test_masks_that_cannot_be_meant(kind, mask, walls, says, monkeypatch):
+    choices = spaces.Discrete(4) if walls == [4] else spaces.MultiDiscrete(walls)
+    spec = gym.envs.registration.EnvSpec(
+        "Masked-v0", entry_point=lambda **_: Masked(kind, np.int8(mask), choices)
+    )
+    monkeypatch.setitem(gym.registry, "Masked-v0", spec)
+    with pytest.raises(ValueError, match=f"the action mask .*{says}"):
+        ppo.make_envs(small_args("Masked-v0"), 2)
+    assert ppo.make_envs(small_args("Masked-v0", action_masks=False), 2).obs.shape[0] == 2
+
+
 @pytest.mark.slow
 def test_taxi_is_learned_sooner_with_its_masks(root, tmp_path):
     """100,000 steps: a random player makes -778, a random one of valid moves -191."""
@@ -256,6 +294,16 @@ def test_distances_are_measured_without_the_noise():
     assert (logratio.exp() - 1 - logratio).mean() == pytest.approx(0.126, abs=0.03)
     assert ((logratio.exp() - 1).abs() > 0.2).float().mean() == pytest.approx(0.65, abs=0.05)
     assert calls[0][2]["policy_loss"].abs() > 1e-3  # the objective is with it
+
+
+def test_a_further_field_is_no_noise(monkeypatch):
+    """The batch has names: at a learning rate of 0 the policy stays, whatever else it holds."""
+    script, fields = ppo_continuous_action, ppo_continuous_action.Batch.__annotations__
+    longer = NamedTuple("Batch", [*fields.items(), ("weights", torch.Tensor)])
+    fill = len(fields) + 1
+    monkeypatch.setattr(script, "Batch", lambda *x: longer(*x, *[x[0]] * (fill - len(x))))
+    agent, data, args = learner(0.0, target_kl=None)
+    assert abs(script.update(agent, data, 0.0, args)["losses/approx_kl"]) < 1e-5
 
 
 def test_training_with_noise_resumes_to_the_same_bits(tmp_path):

@@ -2,6 +2,7 @@
 environments whose values are known. "Trap n" is a known way in which implementations go wrong."""
 
 import copy
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -584,6 +585,65 @@ def test_explained_variance(script):
     assert metrics["losses/explained_variance"] == pytest.approx(expected, rel=1e-4)
     constant = data._replace(rewards=np.zeros((32, 2)), terminated=np.ones((32, 2), bool))
     assert math.isfinite(script.update(agent, constant, 1e-3, args)["losses/explained_variance"])
+
+
+# --- numbers of Args, compiled --------------------------------------------------------------------
+
+# Every number of Args that a step uses, and another value
+OTHER = {
+    "clip_coef": 0.01, "ent_coef": 5.0, "vf_coef": 3.0, "max_grad_norm": 0.01, "norm_adv": False,
+    "clip_vloss": None,  # the opposite
+}  # fmt: skip
+
+
+def batch_of(script, agent, rows: int = 64):
+    rng = np.random.default_rng(3)
+    discrete = script is ppo
+    obs = rng.normal(size=(rows, agent.dim))
+    actions = rng.integers(0, 2, (rows, 1)) if discrete else rng.normal(size=(rows, 1))
+    fields = {"obs": obs, "actions": actions, "noise": np.zeros((rows, 1))}
+    batch = {}
+    for field in script.Batch._fields:
+        x = torch.as_tensor(fields.get(field, rng.normal(size=rows)))
+        batch[field] = x if field == "actions" and discrete else x.float()
+    return script.Batch(**batch)
+
+
+def one_step(step, agent, args, batch) -> tuple[np.ndarray, torch.Tensor]:
+    """Metrics and how far the parameters moved; the agent is as it was."""
+    kept = {name: x.detach().clone() for name, x in agent.adam.items()}
+    rate = torch.tensor(1e-3)
+    _, numbers = step(agent, agent.adam, batch, torch.arange(32), rate, args)
+    numbers = numbers.clone().numpy()
+    moved = agent.adam["parameters"].detach() - kept["parameters"]
+    for name, x in agent.adam.items():
+        x.data.copy_(kept[name])
+    return numbers, moved
+
+
+@pytest.mark.slow
+@both
+def test_compiled_steps_follow_every_number_of_args(script):
+    """One after the other, and back; then a schedule of 20 values, each of its own."""
+    args, envs, agent = set_up(script, num_envs=2, compile_from=0)
+    batch, step = batch_of(script, agent), script.compile_step(agent, args)
+    assert step is not script.minibatch_step
+    plain, _ = one_step(script.minibatch_step, agent, args, batch)
+    for field, value in OTHER.items():
+        value = not getattr(args, field) if value is None else value
+        changed = dataclasses.replace(args, **{field: value})
+        expected, moved = one_step(script.minibatch_step, agent, changed, batch)
+        one_step(step, agent, args, batch)
+        found, moved_compiled = one_step(step, agent, changed, batch)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6, err_msg=field)
+        torch.testing.assert_close(moved_compiled, moved, rtol=1e-3, atol=1e-6)
+        if field != "max_grad_norm":  # whose effect is the size of the step, which Adam undoes
+            assert not np.allclose(expected, plain, rtol=1e-4), field
+    for k in range(20):
+        args.clip_coef, args.ent_coef = 0.2 - 0.01 * k, 0.003 * k
+        expected, _ = one_step(script.minibatch_step, agent, args, batch)
+        found, _ = one_step(step, agent, args, batch)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
 # --- a whole update beside Stable-Baselines3's ----------------------------------------------------

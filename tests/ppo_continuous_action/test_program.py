@@ -84,27 +84,6 @@ def test_what_is_logged(script, undisturbed):
     assert [rate for _, rate in points["charts/learning_rate"]] == pytest.approx(rates)
 
 
-def test_same_seed_same_bits(script, undisturbed, tmp_path):
-    folder, checkpoint, _ = undisturbed
-    again = train(script, tmp_path / "again", "--total-timesteps 700")
-    assert_same(plain(again), plain(checkpoint, save_model=False))
-    assert rows(tmp_path / "again") == rows(folder)
-    assert scalars(tmp_path / "again") == scalars(folder)
-    other = train(script, tmp_path / "other", "--total-timesteps 128 --seed 2")
-    assert rows(tmp_path / "other")[:5] != rows(folder)[:5]
-    weight = "critic.0.weight"
-    assert not torch.isclose(other["agent"][weight], checkpoint["agent"][weight]).all()
-
-
-def test_no_two_episodes_start_alike(script):
-    first = []
-    for seed in range(6):
-        args = script.Args(env_id=ENV_ID[script], seed=seed)
-        envs = script.make_envs(args, 4)
-        first += [tuple(envs.reset(i)) for i in range(4) for _ in range(5)]
-    assert len(set(first)) == len(first) == 120
-
-
 # --- resume ---------------------------------------------------------------------------------------
 
 
@@ -164,6 +143,17 @@ def test_dm_control(tmp_path):
     flags = "--env-id dm_control/cartpole-balance-v0 --total-timesteps 128"
     train(ppo_continuous_action, tmp_path, flags)
     assert ppo_continuous_action.load(tmp_path)[0].obs_moments.mean.shape == (5,)
+
+
+def test_drawn_without_what_takes_nine_tenths_of_the_time():
+    """CPU-time of a frame of HalfCheetah by Mesa: 106 ms as gymnasium draws it, 11 so."""
+    args = ppo_continuous_action.Args(env_id="HalfCheetah-v4")
+    with contextlib.closing(ppo_continuous_action.drawn_env(args)) as env:
+        quality = env.unwrapped.model.vis.quality
+        assert (quality.shadowsize, quality.offsamples) == (0, 0)
+        assert not env.unwrapped.model.mat_reflectance.any()
+        assert env.unwrapped.mujoco_renderer.camera_id == 0
+        assert env.render().std() > 10.0  # something is to be seen
 
 
 # --- compilation ----------------------------------------------------------------------------------

@@ -6,15 +6,15 @@ import importlib.util
 import json
 import math
 import re
-import signal
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from program import ROOT, assert_same, installed, rows, scalars, status, train_until_killed
+from program import ROOT, assert_same, installed, rows, scalars, status
 from replay import Waits, no_graphs_but_tapes
 
 import ppo_continuous_action
@@ -420,6 +420,19 @@ def test_recorded_on_its_fourth_call(monkeypatch):
     assert results[3] == results[4] == results[5] != results[2]
 
 
+def test_recorded_again_when_a_number_has_changed(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+    called, found = [], []
+    recorded = script.Recorded(lambda args: called.append(args.clip_coef) or called[-1])
+    args, given = small(), [0.2] * 6 + [0.1] * 2 + [0.05]
+    for clip in given:
+        args.clip_coef = clip
+        found.append(recorded(args))
+    assert found == given
+    assert called == [0.2] * 4 + [0.1, 0.05]
+
+
 def seven(record, args: Args, device: str = "cpu", change: bool = False) -> list:
     """What seven rollouts and updates leave; if `change`, numbers of Args are others from the
     sixth on."""
@@ -489,41 +502,6 @@ def test_warp_trains_on_a_gpu(env_id, more, tmp_path):
 
 
 # --- a program ------------------------------------------------------------------------------------
-def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
-    """In mid-episode, with its normalisers, rate and noise; each step is logged once."""
-    flags = f"--num-steps 50 --total-timesteps {16 * 50 * 9}"
-    whole = train(tmp_path / "whole", flags)
-    argv = f"{SMALL} {flags} --run-dir {tmp_path / 'parts'}".split()
-    assert train_until_killed(script.__name__, "update", 6, argv) == -signal.SIGKILL
-    assert script.load_checkpoint(tmp_path / "parts")["counters"][1] == 5
-    assert (
-        train_until_killed(script.__name__, "torch.save", 3, ["--resume", str(tmp_path / "parts")])
-        == -signal.SIGKILL
-    )
-    script.train(script.parse_args(["--resume", str(tmp_path / "parts")]))
-    parts = script.load_checkpoint(tmp_path / "parts")
-    assert_same(parts, whole)
-    assert (
-        rows(tmp_path / "parts") == rows(tmp_path / "whole") and len(rows(tmp_path / "whole")) > 9
-    )
-    assert scalars(tmp_path / "parts") == scalars(tmp_path / "whole")
-
-
-def test_a_signal_ends_the_iteration_and_says_how_to_go_on(tmp_path):
-    argv = f"{SMALL} --run-dir {tmp_path} --total-timesteps {9 * STEPS}".split()
-    code = train_until_killed(script.__name__, "update", 2, argv, signal.SIGTERM)
-    assert code == 128 + signal.SIGTERM
-    assert status(tmp_path) == "running"
-    assert script.load_checkpoint(tmp_path)["counters"][1] == 2
-
-
-def test_the_seed_is_the_run(tmp_path):
-    first, second = train(tmp_path / "1"), train(tmp_path / "2")
-    assert_same(first, second)
-    other = train(tmp_path / "3", "--seed 2")
-    assert not torch.equal(first["at"]["obs"], other["at"]["obs"])
-
-
 def test_state_dict_restores_the_same_actions(tmp_path):
     checkpoint = train(tmp_path, "--hidden 16 8")
     obs = np.random.default_rng(1).normal(size=(5, 3)).astype(np.float32)
@@ -560,26 +538,16 @@ def test_what_acts_is_what_learns():
     assert torch.equal(value, agent.get_value(obs))
 
 
-@pytest.mark.parametrize("what", ["obs", "reward", "action"])
-def test_nan_stops_the_run_and_is_not_saved(what, tmp_path, monkeypatch):
-    plain, calls = Pendulum.step, []
+def test_nan_actions_that_the_engine_hides_are_not_saved(tmp_path, monkeypatch):
+    plain, act, calls = Pendulum.step, script.Agent.act, []
 
-    def step(self, actions):
-        obs, reward, *ends = plain(self, actions)
+    def spoilt(*given):
         calls.append(1)
-        if len(calls) == 12:  # in the second iteration
-            {"obs": obs, "reward": reward, "action": actions}[what][3] = math.nan
-        return obs, reward, *ends
+        return act(*given) * (math.nan if len(calls) == 12 else 1.0)  # in the second iteration
 
-    monkeypatch.setattr(Pendulum, "step", step)
-    if what == "action":  # an engine that hides it: the actor's noise is not finite
-        act = script.Agent.act
-        monkeypatch.setattr(
-            script.Agent, "act", lambda *a: act(*a) * (math.nan if len(calls) == 11 else 1.0)
-        )
-        monkeypatch.setattr(Pendulum, "step", lambda s, a: step(s, a.nan_to_num()))
-    name = {"obs": "observations", "reward": "rewards", "action": "(actions|losses/.*)"}[what]
-    with pytest.raises(FloatingPointError, match=f"iteration 1: {name} is not finite"):
+    monkeypatch.setattr(script.Agent, "act", spoilt)
+    monkeypatch.setattr(Pendulum, "step", lambda envs, actions: plain(envs, actions.nan_to_num()))
+    with pytest.raises(FloatingPointError, match=r"iteration 1: (actions|losses/.*) is not finite"):
         train(tmp_path)
     assert status(tmp_path) == "failed"
     assert script.load_checkpoint(tmp_path)["counters"][1] == 1

@@ -2,7 +2,6 @@
 all scripts promise is in every/."""
 
 import shutil
-import signal
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from program import (
     content,
     rows,
     scalars,
-    status,
-    train_until_killed,
 )
 
 import ppo_kl_adaptive as script
@@ -159,29 +156,6 @@ def test_budgets(tmp_path):
     assert before < 500 <= end == checkpoint["counters"][0]
 
 
-def test_same_seed_same_bits(undisturbed, tmp_path):
-    folder, checkpoint = undisturbed("whole")
-    assert_same(plain(train(tmp_path / "again", SETUPS["whole"])), plain(checkpoint))
-    assert rows(tmp_path / "again") == rows(folder)
-    assert scalars(tmp_path / "again") == scalars(folder)
-    other = train(tmp_path / "other", f"{SETUPS['whole']} --seed 2")
-    assert rows(tmp_path / "other") != rows(folder)
-    weight = "critic.0.weight"
-    assert not torch.isclose(other["agent"][weight], checkpoint["agent"][weight]).any()
-
-
-def test_no_two_episodes_start_alike():
-    first = []
-    for seed in range(1, 5):
-        args = Args(env_id="InvertedPendulum-v4", seed=seed)
-        envs = script.make_envs(args, 4)
-        for _ in range(3):
-            envs.over[:] = True
-            envs.step(np.zeros((4, 1)), np.ones(4, bool))  # begins new ones
-            first += map(tuple, envs.obs)
-    assert len(set(first)) == len(first) == 48
-
-
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Hopper-v4"])
 def test_an_agent_of_ones_own(env_id):
     env = gym.make(env_id)
@@ -213,37 +187,6 @@ def test_an_agent_of_ones_own(env_id):
 
 
 # --- resume, kills, environments ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("setup", "target", "call", "iteration"),
-    [
-        ("whole", "Run.log_episodes", 21, 4),  # in a rollout, 5 in each
-        ("whole", "Run.log", 4, 2),  # after the update
-        ("whole", "fit_value", 4, 2),  # before the value function's fit, after the policy's
-        ("whole", "update", 1, 0),  # after the warm-up, which is played again
-        ("whole", "torch.save", 4, 4),  # the first is of iteration 0
-        ("choices", "Run.log_episodes", 33, 6),
-        ("choices", "fit_value", 6, 4),
-        ("wide", "Run.log_episodes", 3, 0),  # the warm-up has started 5 environments of 6
-        ("wide", "Run.log_episodes", 15, 2),
-    ],
-)
-def test_killed_and_resumed_is_undisturbed(setup, target, call, iteration, tmp_path, undisturbed):
-    whole, wanted = undisturbed(setup)
-    folder = tmp_path / "run"
-    argv = f"{SMALL} {SETUPS[setup]} --run-dir {folder}".split()
-    assert train_until_killed("ppo_kl_adaptive", target, call, argv) == -signal.SIGKILL
-    interrupted = script.load_checkpoint(folder)  # readable
-    assert interrupted["counters"][1] == iteration
-    if iteration:  # there is something to restore
-        assert interrupted["servo"]["beta"] > 30
-        assert interrupted["servo"]["lr_multiplier"] < 1
-        assert len(interrupted["replay"][1]) > 20
-    assert_same(resume(folder), wanted)
-    assert rows(folder) == rows(whole)
-    assert scalars(folder) == scalars(whole)
-    assert status(folder) == "finished"
 
 
 def test_resume_extends_a_run_that_was_moved(tmp_path, undisturbed):

@@ -528,7 +528,6 @@ def test_learning(tmp_path, capsys, flags, greedy, least):
 # --- resuming -------------------------------------------------------------------------------------
 
 RESUMED = [
-    pytest.param("--env-id agents_toy:make", id="toy"),
     pytest.param("--env-id agents_toy:turns --max-episode-steps 4", id="turns"),
     pytest.param(f"--env-id {SPEAKER} --team-reward --critic concatenated", id="mpe2"),
     pytest.param(f"--env-id {KAZ} --critic state --value-norm False", id="kaz"),
@@ -555,16 +554,6 @@ def test_killed_and_resumed_to_the_same_bits(tmp_path, flags):
     assert rows(whole) == rows(killed)
     assert scalars(whole) == scalars(killed)
     assert len(rows(whole)) > (flags[flags.index("--env-id") + 1] != KAZ)
-
-
-def test_workers_give_the_same_bits(tmp_path):
-    one = train(tmp_path / "one")
-    two = train(tmp_path / "two", "--env-workers 2")
-    for checkpoint in (one, two):
-        checkpoint.pop("args")
-        checkpoint["played"] = [[n, torch.tensor(x)] for n, x in checkpoint["played"]]
-    assert_same(one, two)
-    assert rows(tmp_path / "one") == rows(tmp_path / "two")
 
 
 # --- logs, saved policies -------------------------------------------------------------------------
@@ -677,17 +666,6 @@ def test_a_mask_of_another_size_and_no_state(tmp_path, capsys):
         make_envs(Short)
     assert "the action_mask of scout has 1 of 3 choices" in capsys.readouterr().err
     refused(capsys, f"{SMALL} --env-id agents_toy:make --critic state", "--critic state")
-
-
-def test_what_is_not_finite_ends_the_run(tmp_path):
-    folder = tmp_path / "run"
-    with pytest.raises(FloatingPointError, match="observations"):
-        script.train(
-            parse(
-                f'{SMALL} --env-id agents_toy:wrong --env-kwargs {{"fault":"nan"}} '
-                f"--run-dir {folder} --total-timesteps {STEPS}"
-            )
-        )
 
 
 def test_modules_that_a_folder_may_name():

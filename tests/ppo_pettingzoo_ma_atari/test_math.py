@@ -14,10 +14,7 @@ from maths import Log, frames_agent
 from program import (
     ROOT,
     assert_same,
-    rows,
     scalars,
-    status,
-    train_until_killed,
     write_checkpoint,
 )
 from scripts import small_environments
@@ -393,32 +390,6 @@ def test_a_game_goes_on_to_the_same_bits():
     assert (other.over == envs.over).all()
 
 
-@pytest.mark.parametrize(
-    ("env_id", "target", "call"),
-    [("pong_v3", "rollout", 4), ("duel_v0", "rollout", 5), ("duel_v0", "torch.save", 3)],
-)
-def test_a_killed_run_resumes_to_the_same_bits(env_id, target, call, duel, tmp_path):
-    flags = f"{SMALL} --env-id {env_id} --total-timesteps {5 * STEPS}"
-    flags += " --eval-interval 9" * (env_id == "pong_v3")  # whose games are long
-    script.train(parse(f"{flags} --run-dir {tmp_path / 'whole'}"))
-    argv = [*flags.split(), "--run-dir", str(tmp_path / "cut")]
-    assert train_until_killed(NAME, target, call, argv) == -9
-    assert status(tmp_path / "cut") == "running"
-    script.train(parse(f"--resume {tmp_path / 'cut'}"))
-    whole, cut = (script.load_checkpoint(tmp_path / name) for name in ("whole", "cut"))
-    assert_same(cut, whole)
-    assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
-    assert scalars(tmp_path / "cut") == scalars(tmp_path / "whole")
-    assert status(tmp_path / "cut") == "finished"
-
-
-def test_a_signal_ends_the_iteration_and_saves(duel, tmp_path):
-    argv = [*f"{SMALL} --env-id duel_v0 --run-dir {tmp_path / 'run'}".split()]
-    assert train_until_killed(NAME, "rollout", 3, argv, 15) == 128 + 15
-    assert status(tmp_path / "run") == "running"
-    assert script.load_checkpoint(tmp_path / "run")["counters"][1] == 3
-
-
 # --- learning -------------------------------------------------------------------------------------
 
 
@@ -502,20 +473,6 @@ def test_defaults_are_cleanrl_s():
         "target_kl": None, "batch_size": 2048, "minibatch_size": 512, "num_iterations": 9765,
     }  # fmt: skip
     assert {name: getattr(args, name) for name in wanted} == wanted
-
-
-def test_what_is_not_finite_is_not_saved(duel, tmp_path, monkeypatch):
-    plain = script.rollout
-
-    def spoiled(agent, envs, run, args):
-        data = plain(agent, envs, run, args)
-        return data._replace(rewards=data.rewards * np.nan) if run.iteration == 2 else data
-
-    monkeypatch.setattr(script, "rollout", spoiled)
-    with pytest.raises(FloatingPointError, match="iteration 2: rewards is not finite"):
-        train(tmp_path / "run", "--env-id duel_v0")
-    assert script.load_checkpoint(tmp_path / "run")["counters"][1] == 2
-    assert status(tmp_path / "run") == "failed"
 
 
 def test_the_win_rate_on_the_page_is_that_of_the_committed_games():
