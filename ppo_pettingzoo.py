@@ -37,6 +37,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import re
 import shlex
 import shutil
@@ -366,6 +367,12 @@ def episode_seed(*key: int) -> int:
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
+def seed_others(seed: int):
+    """Seed what only careless environments draw from; all others have their own `np_random`."""
+    random.seed(seed)
+    np.random.seed(seed)
+
+
 class Envs:
     """N environments in this process, stepped one after the other. Every episode has its own seed;
     the actions of the running ones are kept, to play them again on resuming.
@@ -408,6 +415,7 @@ class Envs:
         self.returns[i] = 0.0
         self.deaths[i] = 0
         seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
+        seed_others(seed)
         if self.turns:  # OpenSpiel's seeds have 31 bits
             seed %= 2**31
         observations, infos = self.envs[i].reset(seed=seed)
@@ -594,7 +602,11 @@ class WorkerEnvs:
 
 def own_envs(args: Args, numbers, played: list | None) -> Envs:
     options = json.loads(args.env_kwargs)
-    return Envs([make_env(args.env_id, **options) for _ in numbers], args, numbers, played)
+    envs = []
+    for number in numbers:
+        seed_others(episode_seed(args.seed, number))
+        envs.append(make_env(args.env_id, **options))
+    return Envs(envs, args, numbers, played)
 
 
 def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):

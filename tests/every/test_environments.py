@@ -337,7 +337,7 @@ def careless(script: str, often: bool = False) -> str:
     return f"--env-id episodes_toy:Careless-v0 --env-kwargs {kwargs}"
 
 
-@pytest.mark.parametrize("script", GYMNASIUM)  # ppo_pettingzoo.py does not
+@pytest.mark.parametrize("script", PARALLEL)
 def test_chance_from_np_random_is_seeded(script, tmp_path):
     """At the same command the same episodes, whatever was drawn before."""
     np.random.seed(5)
@@ -352,7 +352,7 @@ def test_chance_from_np_random_is_seeded(script, tmp_path):
     }
 
 
-@pytest.mark.parametrize("script", GYMNASIUM)  # as above
+@pytest.mark.parametrize("script", PARALLEL)
 def test_a_resumed_run_has_the_environments_it_began_with(script, tmp_path, monkeypatch):
     """Also what their constructors drew, and the task of an episode that was cut in two; in
     workers, too."""

@@ -344,6 +344,14 @@ def test_hardly_anything_to_learn_from_is_no_nan(script, kind, tmp_path, monkeyp
         assert {row[2] for row in rows(tmp_path / "run")[1:]} == {str(lives)}
 
 
+def test_cleanrls_own_test_command(tmp_path):
+    script = importlib.import_module("ppo_continuous_action")
+    flags = "--env-id Hopper-v4 --num-envs 1 --num-steps 64 --total-timesteps 128 --no-cuda"
+    script.train(script.parse_args([*flags.split(), "--run-dir", str(tmp_path / "run")]))
+    assert script.load_checkpoint(tmp_path / "run")["counters"][1] == 2
+    assert script.load(tmp_path / "run")[0].actor_logstd.isfinite().all()
+
+
 # --- parameters -----------------------------------------------------------------------------------
 
 

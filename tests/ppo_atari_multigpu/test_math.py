@@ -366,8 +366,8 @@ def test_a_lost_life_ends_the_return_and_truncation_bootstraps(toys, monkeypatch
 @pytest.mark.slow
 def test_compiled_code_follows_numbers_of_args():
     """Also the third and later ones, which torch 2.13 would not follow by itself."""
-    args, data = small("--compile"), synthetic(8, 4)
-    agents = [make_agent(args) for _ in range(2)]
+    args, data = small("--compile"), frames_rollout(NAME, 8, 4)
+    agents = [frames_agent(NAME, args) for _ in range(2)]
     gradient = script.compile_grad(agents[1], args)
     assert gradient is not script.minibatch_grad
     for k, clip in enumerate((0.1, 0.05, 0.02, 0.3, 0.01)):
