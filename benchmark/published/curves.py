@@ -198,7 +198,7 @@ def kl_adaptive():
 
 
 GOALS = {"Pong-v5": (0, 10, 18), "Breakout-v5": (10, 50, 100), "BeamRider-v5": (500, 1000, 1900)}
-SCRIPTS = ("ppo_continuous_action", "ppo_kl_adaptive 200k", "ppo_cma 1M")
+SCRIPTS = ("ppo_continuous_action", "ppo_kl_adaptive 1M", "ppo_cma 1M")
 
 
 def learning(algorithms: Sequence[str], env_ids: Sequence[str], more: int = 0) -> tuple:

@@ -181,7 +181,10 @@ def test_a_fault_in_a_worker_is_told_once_and_leaves_nothing(
         assert text.count(says) == 1
         assert fault == "death" or text.count('self.strike("') == 1  # the environment's line
         assert "Traceback" not in capfd.readouterr().err
-        assert status(tmp_path / "run") == "failed"
+        if script == "ppo_kl_adaptive":  # in its warm-up, which counts for nothing
+            assert not (tmp_path / "run").exists()
+        else:
+            assert status(tmp_path / "run") == "failed"
     else:
         refused(capfd, FAULTS[fault][1], train, script, tmp_path / "run", flags)
         assert not (tmp_path / "run").exists()

@@ -103,7 +103,8 @@ def test_envpool_goes_on_to_the_same_bits(tmp_path):
     assert_same(checkpoint(tmp_path / "cut"), checkpoint(whole))
 
 
-def test_workers_give_the_same_bits(tmp_path, capfd):
+def test_what_is_seen_is_said(tmp_path, capfd):
+    train(tmp_path / "run", "--total-timesteps 64 --frame-stack 2", GATES)
     assert "sees picture image (36, 36, 2)\nsees height vector (1,)\n" in capfd.readouterr().out
 
 
