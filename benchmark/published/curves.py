@@ -305,7 +305,7 @@ for name, lines in sorted(PATCHES.items()):
         CHANGES[f"change {name}"] = lines[0]
     elif name.startswith("coady-"):
         COADY[f"change {name}"] = lines[0]
-    elif not name.startswith("explore-"):  # and the lines that it adds: one more names the file by a +
+    elif not name.startswith("explore-"):  # and how many lines it adds: one more + names the file
         STUDY[f"change {name}"] = f"{lines[0]} (+{sum(x.startswith('+') for x in lines) - 1})"
 STUDIED = ("HalfCheetah-v4", "Walker2d-v4", "Ant-v4", "InvertedDoublePendulum-v4")
 SEEDS = range(101, 104)
