@@ -426,7 +426,7 @@ def test_page_is_made_for_phones_and_screens(written):
         assert len(set(cells)) == 1
 
 
-@pytest.mark.filterwarnings("error")  # such as that axes have no room
+@pytest.mark.filterwarnings("error::UserWarning")  # such as that axes have no room
 @pytest.mark.parametrize("environments", [1, 2, 7])
 @pytest.mark.parametrize("settings", [2, 15])
 def test_a_legend_lies_below_its_curves_uncut(environments, settings, tmp_path):
