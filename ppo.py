@@ -443,7 +443,8 @@ class PoolEnvs:
         self.action_space = self.vector.action_space
         check_spaces(args.env_id, self.space, self.action_space)
         self.observation_space = gym.spaces.flatten_space(self.space)
-        self.obs = self.flat(self.space, self.vector.reset()[0])  # [N, D]
+        obs, _ = self.vector.reset()
+        self.obs = self.flat(self.space, obs)  # [N, D]
         self.over = np.zeros(num_envs, bool)  # [N], the last step ended an episode
         self.returns = np.zeros(num_envs)
         self.lengths = np.zeros(num_envs, int)
@@ -1109,7 +1110,10 @@ def train(args: Args) -> Path:
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
     with contextlib.closing(make_envs(args, args.num_envs, checkpoint)) as envs:
         torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-        agent = load(args.resume, envs)[0] if args.resume else Agent(envs, args)
+        if args.resume:
+            agent, _ = load(args.resume, envs)
+        else:
+            agent = Agent(envs, args)
         agent.adam = flat_adam(agent.to(device))
         if args.resume:
             restore(agent, checkpoint, args.resume)

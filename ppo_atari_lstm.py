@@ -189,7 +189,7 @@ class Envs:
         more |= {"num_envs": len(numbers), "num_threads": min(threads, len(numbers))}
         self.vector = envpool.make(name, env_type="gymnasium", seed=seeds, stack_num=1, **more)
         self.action_space = self.vector.action_space
-        self.obs = self.vector.reset()[0]  # [N, 1, 84, 84], bytes
+        self.obs, _ = self.vector.reset()  # [N, 1, 84, 84], bytes
         self.over = np.zeros(len(numbers), bool)  # [N], the last step ended an episode
         self.first = torch.ones(len(numbers), dtype=bool)  # [N], obs is an episode's first
         self.scores = np.zeros(len(numbers))  # [N], of the game so far, raw
@@ -282,7 +282,8 @@ class Agent(nn.Module):
 
     def get_value(self, obs: torch.Tensor, state: torch.Tensor, first: torch.Tensor):
         """V [B] at observations [B, 1, 84, 84]."""
-        return self.policy(obs, state, first)[1]
+        _, value, _ = self.policy(obs, state, first)
+        return value
 
     def get_action_and_value(self, obs, state, first, action: torch.Tensor | None = None):
         """Action [B] (sampled unless given), log-probability, entropy, V [B], the state after."""

@@ -230,7 +230,7 @@ class Envs:
         more |= {"num_envs": len(numbers), "num_threads": min(threads, len(numbers))}
         self.vector = envpool.make(name, env_type="gymnasium", seed=seeds, **more)
         self.action_space = self.vector.action_space
-        self.obs = self.vector.reset()[0]  # [N, 4, 84, 84], bytes
+        self.obs, _ = self.vector.reset()  # [N, 4, 84, 84], bytes
         self.over = np.zeros(len(numbers), bool)  # [N], the last step ended an episode
         self.scores = np.zeros(len(numbers))  # [N], of the game so far, raw
         self.lengths = np.zeros(len(numbers), int)

@@ -1134,7 +1134,10 @@ def train(args: Args) -> Path:
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
     with contextlib.closing(make_envs(args, args.num_envs, checkpoint)) as envs:
         torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-        agent = load(args.resume, envs, args)[0] if args.resume else Agent(envs, args)
+        if args.resume:
+            agent, _ = load(args.resume, envs, args)
+        else:
+            agent = Agent(envs, args)
         agent.to(device)
         if args.resume:
             restore(agent, checkpoint, args.resume)

@@ -965,7 +965,10 @@ def train(args: Args) -> Path:
     torch.manual_seed(args.seed)
     with contextlib.closing(make_envs(args.env_id, args.num_envs, device)) as envs:
         torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-        agent = load(args.resume, envs, args)[0] if args.resume else Agent(envs, args)
+        if args.resume:
+            agent, _ = load(args.resume, envs, args)
+        else:
+            agent = Agent(envs, args)
         agent.adam = flat_adam(agent.to(device))
         agent.adam["learning_rate"] = torch.tensor(args.learning_rate, device=device)
         at, data = start(agent, envs, args)

@@ -463,7 +463,8 @@ def rollout(agent: Agent, envs: Envs, run: "Run", args: Args) -> Rollout:
         run.global_step += N - int(np.count_nonzero(over[t]))
         if envs.ended:
             run.log_episodes(envs.ended)
-    values.append(agent.policy(torch.as_tensor(envs.obs, device=device))[1])
+    _, value = agent.policy(torch.as_tensor(envs.obs, device=device))
+    values.append(value)
     actions, logprobs, values = (torch.stack(x) for x in (actions, logprobs, values))
     return Rollout(obs, actions, logprobs, values, rewards, terminated, truncated, ~over)
 

@@ -435,7 +435,8 @@ class PoolEnv(gym.Env):
 
     def reset(self, seed: int = 0, options: dict | None = None):
         self.pool = self.make(seed % 2**31)
-        return self.only(self.pool.reset()[0]), {}
+        obs, _ = self.pool.reset()
+        return self.only(obs), {}
 
     def step(self, action):
         obs, reward, terminated, truncated, _ = self.pool.step(np.asarray(action)[None])
@@ -872,7 +873,8 @@ class Agent(nn.Module):
 
     def get_value(self, obs: list) -> torch.Tensor:
         """V [B] at observations [B, ...]."""
-        return self.policy(obs)[1]
+        _, value = self.policy(obs)
+        return value
 
     def get_action_and_value(self, obs: list, action: torch.Tensor | None = None):
         """Action [B, F] (sampled unless given), its log-probability, entropy and value [B]."""
@@ -1317,7 +1319,7 @@ def play(args: Args, name: str) -> list[float]:
     steps = 0
     bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
     with contextlib.closing(envs), bar:
-        agent = load(args.evaluate, envs)[0]
+        agent, _ = load(args.evaluate, envs)
         rng = np.random.default_rng(played.seed)
         while len(returns) < args.eval_episodes:
             policy, _ = agent.policy(as_tensors(envs.obs, agent.unit.device))
@@ -1412,7 +1414,10 @@ def train(args: Args) -> Path:
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
     with contextlib.closing(make_envs(args, args.num_envs, checkpoint)) as envs:
         torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-        agent = load(args.resume, envs, args)[0] if args.resume else Agent(envs, args)
+        if args.resume:
+            agent, _ = load(args.resume, envs, args)
+        else:
+            agent = Agent(envs, args)
         parameters = agent.to(device).parameters()
         agent.adam = torch.optim.Adam(parameters, eps=1e-5, fused=True)  # (detail 3)
         if args.resume:

@@ -201,7 +201,7 @@ class Envs:
         more = {"num_levels": args.num_levels, "start_level": args.start_level, "seed": seeds}
         self.vector = make_games(args.env_id, num_envs=n, num_threads=threads, **more)
         self.action_space = self.vector.action_space
-        self.obs = self.vector.reset()[0]  # [N, 3, 64, 64], bytes
+        self.obs, _ = self.vector.reset()  # [N, 3, 64, 64], bytes
         self.over = np.zeros(n, bool)  # [N], the last step ended an episode
         self.discounted = np.zeros(n)  # [N], the return so far, seen from now
         self.returns = np.zeros(n)
@@ -267,7 +267,8 @@ class Agent(nn.Module):
 
     def get_value(self, obs: torch.Tensor) -> torch.Tensor:
         """V [B] at observations [B, 3, 64, 64]."""
-        return self.policy(obs)[1]
+        _, value = self.policy(obs)
+        return value
 
     def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor | None = None):
         """Action [B] (sampled unless given), log-probability, entropy, V [B] at [B, 3, 64, 64]."""

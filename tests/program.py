@@ -301,3 +301,21 @@ def free_port() -> int:
     with socket.socket() as it:
         it.bind(("127.0.0.1", 0))
         return it.getsockname()[1]
+
+
+def in_process(script, small: str, steps: int):
+    """Three functions of a script's module, whose small runs have these flags and so many steps an
+    iteration: `parse(flags)`, `small(flags)` and `train(folder, flags)`, which gives the final
+    checkpoint of three iterations."""
+
+    def parse(flags: str):
+        return script.parse_args(flags.split())
+
+    def parse_small(flags: str = ""):
+        return parse(f"{small} {flags}")
+
+    def train(folder: Path, flags: str = "") -> dict:
+        script.train(parse_small(f"--run-dir {folder} --total-timesteps {3 * steps} {flags}"))
+        return script.load_checkpoint(folder)
+
+    return parse, parse_small, train

@@ -24,7 +24,6 @@ from scripts import (
     evaluate,
     parse,
     refused,
-    small_environments,
     train,
 )
 
@@ -66,15 +65,11 @@ for name, space in SEVERAL.items():
     gym.register(f"Clock{name}-v0", Clockwork, kwargs={"action_space": space})
 
 
-@pytest.fixture(scope="module", autouse=True)
-def environments():
-    with pytest.MonkeyPatch.context() as patch:
-        small_environments(patch)
-        yield
+pytestmark = pytest.mark.usefixtures("environments")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def place(environments, tmp_path_factory):
     """A folder with a `run` of a script and what is none; never changed."""
     made = {}
 

@@ -14,14 +14,14 @@ LINES = {
     "ppo": 1165,
     "ppo_continuous_action": 1210,
     "ppo_cma": 1190,
-    "ppo_kl_adaptive": 1250,
+    "ppo_kl_adaptive": 1255,
     "ppo_atari_multigpu": 1045,
     "ppo_atari_lstm": 815,
     "ppo_procgen": 785,
     "ppo_pettingzoo_ma_atari": 820,
     "ppo_continuous_action_warp": 1030,
-    "ppo_pixels": 1470,
-    "ppo_lstm": 1590,
+    "ppo_pixels": 1480,
+    "ppo_lstm": 1595,
     "ppo_pettingzoo": 1285,
 }
 EVERY = pytest.mark.parametrize("script", LINES)

@@ -19,7 +19,7 @@ from program import (
     installed,
     write_checkpoint,
 )
-from scripts import EVERY, GYMNASIUM, POOLS, SMALL, SPACES, evaluate, small_environments, train
+from scripts import EVERY, GYMNASIUM, POOLS, SMALL, SPACES, evaluate, train
 
 DUEL, AGENTS, WARP = "ppo_pettingzoo_ma_atari", "ppo_pettingzoo", "ppo_continuous_action_warp"
 GAMES = [*POOLS, DUEL]
@@ -43,15 +43,11 @@ for name in ("Box", "Choice"):
     gym.register(f"Drawn{name}-v0", Drawn, kwargs={"action_space": SPACES[name]})
 
 
-@pytest.fixture(scope="module", autouse=True)
-def environments():
-    with pytest.MonkeyPatch.context() as patch:
-        small_environments(patch)
-        yield
+pytestmark = pytest.mark.usefixtures("environments")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(environments, tmp_path_factory):
     """The folder of a run of a script, never changed, and the agent that was trained there."""
     made = {}
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from maths import Log, frames_agent, frames_rollout, see_coarsely, slow_recurrent
-from program import Toy, rows, scalars, status
+from program import Toy, in_process, rows, scalars, status
 
 import ppo_atari_lstm as script
 import ppo_atari_multigpu
@@ -47,18 +47,7 @@ def frames(monkeypatch):
     return Toy.made
 
 
-def parse(flags: str) -> Args:
-    return script.parse_args(flags.split())
-
-
-def small(flags: str = "") -> Args:
-    return parse(f"{SMALL} {flags}")
-
-
-def train(folder: Path, flags: str = "") -> dict:
-    """Train in this process; the final checkpoint."""
-    script.train(small(f"--run-dir {folder} --total-timesteps {3 * STEPS} {flags}"))
-    return script.load_checkpoint(folder)
+parse, small, train = in_process(script, SMALL, STEPS)
 
 
 class Game:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from maths import Log, frames_agent, frames_rollout, two_updates
-from program import ROOT, Toy, assert_same, free_port, rows, scalars, status
+from program import ROOT, Toy, assert_same, free_port, in_process, rows, scalars, status
 from replay import Waits, no_graphs_but_tapes
 
 import ppo_atari_multigpu as script
@@ -35,18 +35,7 @@ def toys(monkeypatch):
     return Toy.made
 
 
-def parse(flags: str) -> Args:
-    return script.parse_args(flags.split())
-
-
-def small(flags: str = "") -> Args:
-    return parse(f"{SMALL} {flags}")
-
-
-def train(folder: Path, flags: str = "") -> dict:
-    """Train in this process; the final checkpoint."""
-    script.train(small(f"--run-dir {folder} --total-timesteps {3 * STEPS} {flags}"))
-    return script.load_checkpoint(folder)
+parse, small, train = in_process(script, SMALL, STEPS)
 
 
 def resume(folder: Path, flags: str = "") -> dict:

@@ -7,14 +7,13 @@ import re
 import signal
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import gymnasium as gym
 import maths
 import numpy as np
 import pytest
 import torch
-from program import METRICS, ROOT, assert_same, rows, scalars, train_until_killed
+from program import METRICS, ROOT, assert_same, in_process, rows, scalars, train_until_killed
 
 sys.path.insert(0, str(ROOT / "tests"))
 os.environ["PYTHONPATH"] = f"{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}"  # for programs
@@ -34,18 +33,7 @@ KAZ = "butterfly/knights_archers_zombies_v11"
 FORAGING = "lbforaging:Foraging-5x5-2p-1f-coop-v3"
 
 
-def parse(flags: str) -> Args:
-    return script.parse_args(flags.split())
-
-
-def small(flags: str = "") -> Args:
-    return parse(f"{SMALL} --env-id agents_toy:make {flags}")
-
-
-def train(folder: Path, flags: str = "") -> dict:
-    """Train in this process; the final checkpoint."""
-    script.train(small(f"--run-dir {folder} --total-timesteps {3 * STEPS} {flags}"))
-    return script.load_checkpoint(folder)
+parse, small, train = in_process(script, f"{SMALL} --env-id agents_toy:make", STEPS)
 
 
 def make_envs(env, args: Args | None = None, n: int = 1) -> Envs:

@@ -14,6 +14,7 @@ from maths import Log, frames_agent
 from program import (
     ROOT,
     assert_same,
+    in_process,
     scalars,
     write_checkpoint,
 )
@@ -53,18 +54,7 @@ def duel(monkeypatch):
     small_environments(monkeypatch)
 
 
-def parse(flags: str) -> Args:
-    return script.parse_args(flags.split())
-
-
-def small(flags: str = "") -> Args:
-    return parse(f"{SMALL} {flags}")
-
-
-def train(folder: Path, flags: str = "") -> dict:
-    """Train in this process; the final checkpoint."""
-    script.train(small(f"--run-dir {folder} --total-timesteps {3 * STEPS} {flags}"))
-    return script.load_checkpoint(folder)
+parse, small, train = in_process(script, SMALL, STEPS)
 
 
 def shrunk(*screens: np.ndarray) -> np.ndarray:

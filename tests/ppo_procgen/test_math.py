@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import itertools
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import envpool
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from maths import Log, frames_agent, random_ends
-from program import Levels, assert_same, rows, scalars, status
+from program import Levels, assert_same, in_process, rows, scalars, status
 
 import ppo_continuous_action
 import ppo_procgen as script
@@ -45,18 +44,7 @@ def games():
         pytest.skip("EnvPool's Procgen needs Qt 5: pip install PyQt5-Qt5")
 
 
-def parse(flags: str) -> Args:
-    return script.parse_args(flags.split())
-
-
-def small(flags: str = "") -> Args:
-    return parse(f"{SMALL} {flags}")
-
-
-def train(folder: Path, flags: str = "") -> dict:
-    """Train in this process; the final checkpoint."""
-    script.train(small(f"--run-dir {folder} --total-timesteps {3 * STEPS} {flags}"))
-    return script.load_checkpoint(folder)
+parse, small, train = in_process(script, SMALL, STEPS)
 
 
 # --- levels ---------------------------------------------------------------------------------------
