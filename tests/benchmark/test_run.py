@@ -181,7 +181,7 @@ def test_killed_harness_and_killed_job(toy):
     assert len(lines("starts.txt")) == 5
     resumed = [row for row in lines("starts.txt") if row[2] != "0"]
     assert len(resumed) == 1
-    assert not Path(f"/proc/{second}").exists()
+    wait_for(lambda: not Path(f"/proc/{second}").exists())  # its table is whole before it has ended
 
 
 def test_job_killed_under_a_living_harness_is_tried_again(toy):
