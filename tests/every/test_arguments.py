@@ -160,7 +160,7 @@ SEVERAL_CHOICES = "a Box or Discrete of actions is wanted; several choices: ppo.
 ATARI = [
     ("--num-minibatches 9", "--num-minibatches 9: not in 1 ..."),
     ("--env-id CartPole-v1", "--env-id CartPole-v1: EnvPool has no such Atari game"),
-    ("--resume run --env-id Pong-v5", "run goes on with its 4 environments of Breakout-v5"),
+    ("--resume run --env-id Pong-v5", "--env-id Pong-v5: run goes on with its Breakout-v5"),
 ]
 
 
@@ -183,6 +183,8 @@ ITS_OWN = {
         *SURROGATE, *MINIBATCHES, *WORKED, *UNKNOWN,
         ("--target-kl nan", "--target-kl nan: not in 0 ..."),
         ("--log-std-init inf", "--log-std-init inf: not in -9 ... 9"),
+        ("--resume run --log-std-init 0", "--log-std-init 0.0: run goes on with its -0.7"),
+        ("--resume run --no-scale-actions", "--scale-actions False: run goes on with its True"),
         ("--env-id Penduluum-v1", "Pendulum"),
         ("--env-id Hopper-v2", "gymnasium-robotics"),
         ("--env-id dm_control/cartpole-balance-v0", "import of shimmy halted"),
@@ -225,6 +227,8 @@ ITS_OWN = {
         ("--value-learning-rate 0", "--value-learning-rate 0.0: not in 1e-09 ..."),
         ("--policy-logvar nan", "--policy-logvar nan: not in -20 ... 20"),
         ("--policy-logvar 21", "--policy-logvar 21.0: not in -20 ... 20"),
+        ("--resume run --policy-logvar 1", "--policy-logvar 1.0: run goes on with its"),
+        ("--resume run --beta 2", "--beta 2.0: run goes on with its None"),
         ("--num-episodes -1", "--num-episodes -1: not in 0 ..."),
         ("--num-steps 100", "Unrecognized options: --num-steps"),
         ("-b 1", "--num-envs 2: not in 1 ... 1"),
@@ -233,6 +237,7 @@ ITS_OWN = {
     ],
     "ppo_pixels": [
         *SURROGATE, *MINIBATCHES, *WORKED,
+        ("--resume run --log-std-init 0.1", "--log-std-init 0.1: run goes on with its"),
         ("--target-kl nan", "--target-kl nan: not in 0 ..."),
         ("--encoder resnet", "resnet"),
         ("--resize 84", "--resize 84: height and width are wanted, as 60x80"),
@@ -242,6 +247,7 @@ ITS_OWN = {
     ],
     "ppo_lstm": [
         *SURROGATE, *WORKED,
+        ("--resume run --log-std-init 0.1", "--log-std-init 0.1: run goes on with its"),
         ("--num-minibatches 9", "--num-minibatches 9: not in 1 ... 2"),
         ("--memory rnn", "rnn"),
         ("--memory-size 0", "--memory-size 0: not in 1 ..."),
@@ -251,6 +257,7 @@ ITS_OWN = {
     ],
     "ppo_pettingzoo": [
         *SURROGATE, *MINIBATCHES, *WORKED,
+        ("--resume run --log-std-init 0.1", "--log-std-init 0.1: run goes on with its"),
         ("--critic global", "not local, concatenated or state"),
         ("--critic state", "--critic state"),
         (
@@ -286,7 +293,7 @@ ITS_OWN = {
         ("--eval-interval 0", "--eval-interval 0: not in 1 ..."),
         ("--env-id Breakout-v5", "--env-id Breakout-v5: EnvPool has no such Procgen game"),
         ("--env-id nogame", "--env-id nogame: EnvPool has no such Procgen game"),
-        ("--resume run --env-id bigfish", "goes on with its 4 environments of StarpilotEasy-v0"),
+        ("--resume run --env-id bigfish", "bigfish: run goes on with its StarpilotEasy-v0"),
     ],
     "ppo_pettingzoo_ma_atari": [
         *SURROGATE, *MINIBATCHES,
@@ -295,13 +302,15 @@ ITS_OWN = {
         ("--env-id pong_v2", "--env-id pong_v2: No module named"),
         ("--env-id quadrapong_v4", "--env-id quadrapong_v4: too many values to unpack"),
         ("--env-id base_atari_env", "has no attribute 'parallel_env'"),
-        ("--resume run --env-id other_v0", "run goes on with its 4 environments of duel_v0"),
+        ("--resume run --env-id other_v0", "other_v0: run goes on with its duel_v0"),
     ],
     "ppo_continuous_action_warp": [
         *SURROGATE, *MINIBATCHES,
         ("--hidden 16 0", "--hidden 0: not in 1 ..."),
         ("--desired-kl -1", "not in 0 ..."),
         ("--log-std-init inf", "--log-std-init inf: not in -9 ... 9"),
+        ("--resume run --log-std-init 0.1", "--log-std-init 0.1: run goes on with its"),
+        ("--resume run --no-scale-actions", "--scale-actions False: run goes on with its True"),
         ("--env-id Nothing-v0", "not Pendulum-v1, HalfCheetah-v4"),
         ("--env-id nothing:Envs", "No module named 'nothing'"),
         ("--resume run --hidden 9", "its agent does not fit the environment and the flags"),
