@@ -643,7 +643,8 @@ def load(folder: Path, envs=None) -> tuple[Agent, Args]:
     try:
         agent.load_state_dict(checkpoint["agent"])
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        fail(f"{folder}: its agent does not fit the environment: {error}")
+        maker = checkpoint.get("script")
+        fail(f"{folder}: its agent, by {maker}, does not fit the environment: {error}")
     return agent, args
 
 

@@ -176,8 +176,8 @@ ITS_OWN = {
         ("--env-id PixelsChoice-v0", f"Box(0, 255, (36, 36, 3), uint8): {VECTORS}"),
         ("--env-id ClockBox-v0", "choices are wanted as actions; boxes: ppo_continuous_action.py"),
         ("--env-id ClockTuple-v0", "choices are wanted as actions"),
-        ("--evaluate run --env-id WideChoice-v0", "run: its agent does not fit"),
-        ("--resume run --env-id WideChoice-v0", "run: its agent does not fit"),
+        ("--evaluate run --env-id WideChoice-v0", "run: its agent, by"),
+        ("--resume run --env-id WideChoice-v0", "run: its agent, by"),
     ],
     "ppo_continuous_action": [
         *SURROGATE, *MINIBATCHES, *WORKED, *UNKNOWN,
@@ -190,8 +190,8 @@ ITS_OWN = {
         ("--env-id dm_control/cartpole-balance-v0", "import of shimmy halted"),
         ("--env-id PixelsBox-v0", VECTORS),
         ("--env-id ClockChoice-v0", "a Box of actions is wanted; choices: ppo.py"),
-        ("--evaluate run --env-id WideBox-v0", "run: its agent does not fit"),
-        ("--resume run --env-id WideBox-v0", "run: its agent does not fit"),
+        ("--evaluate run --env-id WideBox-v0", "run: its agent, by"),
+        ("--resume run --env-id WideBox-v0", "run: its agent, by"),
     ],
     "ppo_cma": [
         *WORKED, *UNKNOWN,
@@ -208,9 +208,9 @@ ITS_OWN = {
         ("--action-repeat 0", "--action-repeat 0: not in 1 ..."),
         ("--batch-size 0", "--minibatch-size 0: not in 1 ..."),
         ("--ppo-epsilon inf", "--clip-coef inf: not in 0 ..."),
-        ("--resume run --mode ppo", "run: its agent does not fit the environment"),
-        ("--evaluate run --env-id WideBox-v0", "run: its agent does not fit"),
-        ("--resume run --env-id WideBox-v0", "run: its agent does not fit"),
+        ("--resume run --mode ppo", ", does not fit the environment"),
+        ("--evaluate run --env-id WideBox-v0", "run: its agent, by"),
+        ("--resume run --env-id WideBox-v0", "run: its agent, by"),
     ],
     "ppo_kl_adaptive": [
         *WORKED, *UNKNOWN,
@@ -232,8 +232,8 @@ ITS_OWN = {
         ("--num-episodes -1", "--num-episodes -1: not in 0 ..."),
         ("--num-steps 100", "Unrecognized options: --num-steps"),
         ("-b 1", "--num-envs 2: not in 1 ... 1"),
-        ("--evaluate run --env-id WideBox-v0", "run: its agent does not fit"),
-        ("--resume run --env-id WideBox-v0", "run: its agent does not fit"),
+        ("--evaluate run --env-id WideBox-v0", "run: its agent, by"),
+        ("--resume run --env-id WideBox-v0", "run: its agent, by"),
     ],
     "ppo_pixels": [
         *SURROGATE, *MINIBATCHES, *WORKED,
@@ -243,7 +243,7 @@ ITS_OWN = {
         ("--resize 84", "--resize 84: height and width are wanted, as 60x80"),
         ("--action-repeat -1", "--action-repeat -1: not in"),
         ("--evaluate run --env-id PixelsBox-v0", "run: its agent "),
-        ("--resume run --env-id WideBox-v0", "run: its agent does not fit"),
+        ("--resume run --env-id WideBox-v0", "run: its agent, by"),
     ],
     "ppo_lstm": [
         *SURROGATE, *WORKED,
@@ -251,9 +251,9 @@ ITS_OWN = {
         ("--num-minibatches 9", "--num-minibatches 9: not in 1 ... 2"),
         ("--memory rnn", "rnn"),
         ("--memory-size 0", "--memory-size 0: not in 1 ..."),
-        ("--resume run --memory gru", "its agent does not fit the environment and the flags"),
-        ("--resume run --memory-size 16", "its agent does not fit the environment and the flags"),
-        ("--resume run --previous-action", "its agent does not fit the environment and the flags"),
+        ("--resume run --memory gru", ", does not fit the environment and the flags"),
+        ("--resume run --memory-size 16", ", does not fit the environment and the flags"),
+        ("--resume run --previous-action", ", does not fit the environment and the flags"),
     ],
     "ppo_pettingzoo": [
         *SURROGATE, *MINIBATCHES, *WORKED,
@@ -262,7 +262,7 @@ ITS_OWN = {
         ("--critic state", "--critic state"),
         (
             "--resume run --env-id agents_toy:make --critic concatenated",
-            "run: its agent does not fit the environment and the flags",
+            ", does not fit the environment and the flags",
         ),
         ("--max-episode-steps 0", "--max-episode-steps 0: not in 1"),
         (wrong_agents("names"), "no possible_agents"),
@@ -313,7 +313,7 @@ ITS_OWN = {
         ("--resume run --no-scale-actions", "--scale-actions False: run goes on with its True"),
         ("--env-id Nothing-v0", "not Pendulum-v1, HalfCheetah-v4"),
         ("--env-id nothing:Envs", "No module named 'nothing'"),
-        ("--resume run --hidden 9", "its agent does not fit the environment and the flags"),
+        ("--resume run --hidden 9", ", does not fit the environment and the flags"),
     ],
 }  # fmt: skip
 

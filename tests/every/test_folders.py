@@ -278,8 +278,8 @@ def test_a_damaged_table_is_cut_back_and_goes_on(script, damage, kept, runs, lon
 
 # Whose arguments a script understands, but not the rest
 ALIKE = {
-    ("ppo_lstm", "ppo_pixels"): "its agent does not fit the environment",
-    (MULTI, LSTM): "its agent does not fit the environment",
+    ("ppo_lstm", "ppo_pixels"): "its agent, by ppo_pixels.py, does not fit the environment",
+    (MULTI, LSTM): "its agent, by ppo_atari_lstm.py, does not fit the environment",
     (PROCGEN, LSTM): "EnvPool has no such Procgen game",
 }
 
