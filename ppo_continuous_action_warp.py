@@ -812,7 +812,7 @@ def load_checkpoint(folder: Path) -> dict:
         with zipfile.ZipFile(path) as file:
             if file.testzip():
                 raise ValueError("it is damaged")
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content |= torch.load(path, map_location="cpu", weights_only=True)
         args = Args(**content["args"])
         step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
         content["counters"] = int(step), int(iteration), float(seconds), int(rows)

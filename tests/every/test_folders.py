@@ -316,6 +316,9 @@ def test_a_damaged_checkpoint_is_one_line(script, kept, capfd):
         torch.save(data, path)
         check("no checkpoint.pt")
         refused(capfd, error, importlib.import_module(script).load, kept)
+    for value in (None, 5, "script", [1], torch.zeros(3)):  # not a run's at all
+        torch.save(value, path)
+        check("no checkpoint.pt that can be read here")
     torch.save(good | {"agent": {}}, path)
     check("its ")
     path.unlink()
