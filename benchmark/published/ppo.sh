@@ -14,6 +14,7 @@ rest=(acrobot-swingup_sparse ball_in_cup-catch cartpole-{balance,balance_sparse,
   dog-{stand,walk,trot,run,fetch} finger-turn_{easy,hard} fish-swim hopper-stand humanoid-{walk,run,run_pure_state}
   humanoid_CMU-{stand,run} manipulator-{bring,insert}_{ball,peg} point_mass-{easy,hard} quadruped-{run,escape,fetch}
   reacher-hard stacker-stack_{2,4} swimmer-swimmer{6,15} walker-stand)
+export MUJOCO_GL=egl # quadruped-escape makes its ground with OpenGL
 tasks=("${rest[@]/#/dm_control/}")
 new --num-seeds 3 --command "$clipped" --env-ids "${tasks[@]/%/-v0}"
 new --variant 3M --env-ids {HalfCheetah,Walker2d,Ant,Humanoid}-v4 --command "$clipped --total-timesteps 3000000"
