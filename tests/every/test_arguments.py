@@ -123,7 +123,7 @@ WRONG = [
     ("--learning-rate inf", "--learning-rate inf: not in"),
     ("--gamma 1.5", "--gamma 1.5: not in 0 ... 1"),
     ("--gae-lambda -0.1", "--gae-lambda -0.1: not in 0 ... 1"),
-    ("--exp-name=", "--exp-name '': a name is wanted"),
+    ("--exp-name=", "--exp-name '': a name is needed"),
     ("--resume nowhere", "nowhere: no checkpoint.pt that can be read here"),
     ("--evaluate empty", "empty: no checkpoint.pt that can be read here"),
     ("--resume run --evaluate run", "--resume goes on in its folder"),
@@ -155,8 +155,8 @@ WORKED = [
 ]
 UNKNOWN = [("--env-id Nothing-v0", "your own: module:Id; arguments: --env-kwargs")]
 VECTORS = "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py"
-FINITE = "a finite Box of actions is wanted, its sides from 1e-6 to 1e6; choices: ppo.py"
-SEVERAL_CHOICES = "a Box or Discrete of actions is wanted; several choices: ppo.py"
+FINITE = "a finite Box of actions is needed, its sides from 1e-6 to 1e6; choices: ppo.py"
+SEVERAL_CHOICES = "a Box or Discrete of actions is needed; several choices: ppo.py"
 ATARI = [
     ("--num-minibatches 9", "--num-minibatches 9: not in 1 ..."),
     ("--env-id CartPole-v1", "--env-id CartPole-v1: EnvPool has no such Atari game"),
@@ -174,8 +174,8 @@ ITS_OWN = {
         ("--target-kl nan", "--target-kl nan: not in 0 ..."),
         ("--env-id CartPol-v1", "CartPole"),
         ("--env-id PixelsChoice-v0", f"Box(0, 255, (36, 36, 3), uint8): {VECTORS}"),
-        ("--env-id ClockBox-v0", "choices are wanted as actions; boxes: ppo_continuous_action.py"),
-        ("--env-id ClockTuple-v0", "choices are wanted as actions"),
+        ("--env-id ClockBox-v0", "choices are needed as actions; boxes: ppo_continuous_action.py"),
+        ("--env-id ClockTuple-v0", "choices are needed as actions"),
         ("--evaluate run --env-id WideChoice-v0", "run: its agent, by"),
         ("--resume run --env-id WideChoice-v0", "run: its agent, by"),
     ],
@@ -189,7 +189,7 @@ ITS_OWN = {
         ("--env-id Hopper-v2", "gymnasium-robotics"),
         ("--env-id dm_control/cartpole-balance-v0", "import of shimmy halted"),
         ("--env-id PixelsBox-v0", VECTORS),
-        ("--env-id ClockChoice-v0", "a Box of actions is wanted; choices: ppo.py"),
+        ("--env-id ClockChoice-v0", "a Box of actions is needed; choices: ppo.py"),
         ("--evaluate run --env-id WideBox-v0", "run: its agent, by"),
         ("--resume run --env-id WideBox-v0", "run: its agent, by"),
     ],
@@ -240,7 +240,7 @@ ITS_OWN = {
         ("--resume run --log-std-init 0.1", "--log-std-init 0.1: run goes on with its"),
         ("--target-kl nan", "--target-kl nan: not in 0 ..."),
         ("--encoder resnet", "resnet"),
-        ("--resize 84", "--resize 84: height and width are wanted, as 60x80"),
+        ("--resize 84", "--resize 84: height and width are needed, as 60x80"),
         ("--action-repeat -1", "--action-repeat -1: not in"),
         ("--evaluate run --env-id PixelsBox-v0", "run: its agent "),
         ("--resume run --env-id WideBox-v0", "run: its agent, by"),
