@@ -180,13 +180,16 @@ def fail(message: str):
 
 
 # --- environments ---------------------------------------------------------------------------------
-def make_env(env_id: str, **options) -> gym.Env:
+def make_env(env_id: str, /, **options) -> gym.Env:
     """A gymnasium environment with flat observations; exits with one line if it can't be made."""
     gym.logger.min_level = gym.logger.ERROR  # no warning that v4 ids are old
     module = "shimmy:" if env_id.startswith("dm_control/") else ""
     try:
         env = gym.make(f"{module}{env_id}", **{"disable_env_checker": True} | options)
-        check_spaces(env_id, env.observation_space, env.action_space)
+        with contextlib.ExitStack() as refused:
+            refused.callback(env.close)
+            check_spaces(env_id, env.observation_space, env.action_space)
+            refused.pop_all()
     except Exception as error:  # whatever gymnasium or the environment's own code raises
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"raised in {place.filename}, line {place.lineno}"
@@ -332,7 +335,10 @@ class Envs:
 
     def close(self):
         for env in self.envs:
-            env.close()
+            try:
+                env.close()
+            except Exception as error:  # the others are closed all the same
+                print(f"closing {self.args.env_id}: {error!r}", file=sys.stderr)
 
 
 def work(pipe, args: Args, numbers: list[int], played: list | None):
@@ -423,10 +429,14 @@ class WorkerEnvs:
 def own_envs(args: Args, numbers, played: list | None) -> Envs:
     options = json.loads(args.env_kwargs)
     envs = []
-    for number in numbers:
-        seed_others(episode_seed(args.seed, number))
-        envs.append(make_env(args.env_id, **options))
-    return Envs(envs, args, numbers, played)
+    with contextlib.ExitStack() as made:  # closed, if one can't be made or can't begin
+        for number in numbers:
+            seed_others(episode_seed(args.seed, number))
+            envs.append(make_env(args.env_id, **options))
+            made.callback(envs[-1].close)
+        begun = Envs(envs, args, numbers, played)
+        made.pop_all()
+    return begun
 
 
 def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
@@ -1050,6 +1060,7 @@ def drawn_env(args: Args) -> gym.Env:
         env.reset(seed=0)
         env.render()
     except Exception as error:  # no display, or a package for drawing is missing
+        env.close()
         fail(f"--capture-video: {args.env_id} can't be drawn: {error!r}")
     return env
 

@@ -363,7 +363,7 @@ def make_envs(env_id: str, num_envs: int, device) -> DeviceEnvs:
         fail(f"--env-id {env_id}: {error!r}, {hint} (not {known} nor module:Class; see docs)")
 
 
-def make_env(env_id: str, **options) -> gym.Env:
+def make_env(env_id: str, /, **options) -> gym.Env:
     """One environment of gymnasium's own, to read what a task is, to play and to film."""
     gym.logger.min_level = gym.logger.ERROR  # no warning that v4 ids are old
     try:
@@ -858,6 +858,7 @@ def drawn_env(args: Args) -> gym.Env:
         env.reset(seed=0)
         env.render()
     except Exception as error:  # no display, or a package for drawing is missing
+        env.close()
         fail(f"--capture-video: {args.env_id} can't be drawn: {error!r}")
     return env
 

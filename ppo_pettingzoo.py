@@ -205,9 +205,9 @@ class Gymnasium:
     """A gymnasium environment of one agent or, with Tuple spaces, of several, as PettingZoo's
     parallel ones. Those of several are made anew for each episode, or lbforaging's differ."""
 
-    def __init__(self, make):
+    def __init__(self, env: gym.Env, make):
+        self.env = env
         self.make = make
-        self.env = make()
         self.several = isinstance(self.env.action_space, gym.spaces.Tuple)
         count = len(self.env.action_space) if self.several else 1
         self.possible_agents = [f"agent_{i}" for i in range(count)]
@@ -265,7 +265,7 @@ def find_maker(env_id: str):
     return partial(gym.make, env_id, disable_env_checker=True)
 
 
-def make_env(env_id: str, **options):
+def make_env(env_id: str, /, **options):
     """An environment as PettingZoo's parallel ones, to which turn-based ones (AEC) are converted;
     exits with one line if it can't be made."""
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame needs no display
@@ -276,7 +276,7 @@ def make_env(env_id: str, **options):
         if isinstance(env, pettingzoo.AECEnv):
             env = turn_based_aec_to_parallel_wrapper(env)
         elif isinstance(env, gym.Env):
-            env = Gymnasium(partial(make, **options))
+            env = Gymnasium(env, partial(make, **options))
     except Exception as error:  # whatever the environment's own code raises
         place = traceback.extract_tb(error.__traceback__)[-1]
         hint = f"raised in {place.filename}, line {place.lineno}; your own: module:function; "
@@ -309,7 +309,7 @@ class Roles:
             said = f"--env-id {args.env_id}: {name} sees {space}, does {actions}:"
             if "action_mask" in getattr(space, "spaces", ()):
                 space = space["observation"]
-            if isinstance(space, gym.spaces.Dict) or not space.is_np_flattenable:
+            if isinstance(space, gym.spaces.Dict | gym.spaces.Text) or not space.is_np_flattenable:
                 fail(f"{said} a vector is needed, or a Dict of observation and action_mask")
             if gym.spaces.flatdim(space) > 20_000:
                 fail(f"{said} above 20,000 numbers; shrink them in your own module:function")
@@ -521,7 +521,10 @@ class Envs:
 
     def close(self):
         for env in self.envs:
-            env.close()
+            try:
+                env.close()
+            except Exception as error:  # the others are closed all the same
+                print(f"closing {self.args.env_id}: {error!r}", file=sys.stderr)
 
 
 def work(pipe, args: Args, numbers: list[int], played: list | None):
@@ -612,10 +615,14 @@ class WorkerEnvs:
 def own_envs(args: Args, numbers, played: list | None) -> Envs:
     options = json.loads(args.env_kwargs)
     envs = []
-    for number in numbers:
-        seed_others(episode_seed(args.seed, number))
-        envs.append(make_env(args.env_id, **options))
-    return Envs(envs, args, numbers, played)
+    with contextlib.ExitStack() as made:  # closed, if one can't be made or can't begin
+        for number in numbers:
+            seed_others(episode_seed(args.seed, number))
+            envs.append(make_env(args.env_id, **options))
+            made.callback(envs[-1].close)
+        begun = Envs(envs, args, numbers, played)
+        made.pop_all()
+    return begun
 
 
 def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
@@ -1132,6 +1139,7 @@ def drawn_env(args: Args):
         env.reset(seed=0)
         env.render()
     except Exception as error:  # no display, or a package for drawing is missing
+        env.close()
         fail(f"--capture-video: {args.env_id} can't be drawn: {error!r}")
     return env
 

@@ -11,18 +11,18 @@ from program import folded
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Lines that each script may have at most, with slack: clarity comes first
 LINES = {
-    "ppo": 1180,
-    "ppo_continuous_action": 1220,
-    "ppo_cma": 1200,
-    "ppo_kl_adaptive": 1270,
+    "ppo": 1200,
+    "ppo_continuous_action": 1240,
+    "ppo_cma": 1220,
+    "ppo_kl_adaptive": 1280,
     "ppo_atari_multigpu": 1060,
     "ppo_atari_lstm": 830,
     "ppo_procgen": 800,
     "ppo_pettingzoo_ma_atari": 840,
     "ppo_continuous_action_warp": 1050,
-    "ppo_pixels": 1490,
-    "ppo_lstm": 1610,
-    "ppo_pettingzoo": 1300,
+    "ppo_pixels": 1510,
+    "ppo_lstm": 1630,
+    "ppo_pettingzoo": 1320,
 }
 EVERY = pytest.mark.parametrize("script", LINES)
 

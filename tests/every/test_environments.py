@@ -331,6 +331,64 @@ def test_environments_are_closed_however_a_run_ends(script, how, tmp_path, monke
     assert {id(env) for env in closed} == {id(env) for env in opened}
 
 
+class Careful(gym.Env):
+    """An environment that is counted: what can't begin, and what can't end."""
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+    open: list = []  # noqa: RUF012
+
+    def __init__(self, fault: str, actions: str, env_id: int = 0):
+        self.open.append(self)
+        if fault == "the second" and len(self.open) == 2:
+            self.open.remove(self)
+            raise OSError("the port is in use")
+        if fault == "a space":
+            self.observation_space = spaces.Text(5)
+        self.fault = fault
+        self.action_space = spaces.Discrete(2) if actions == "choices" else spaces.Box(-1, 1, (1,))
+
+    def reset(self, seed=None, options=None):
+        if self.fault == "a reset":
+            raise OSError("no licence")
+        self.t = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        return np.zeros(2, np.float32), 1.0, self.t == 5, False, {}
+
+    def close(self):
+        self.open.remove(self)
+        if self.fault == "closing":
+            raise OSError("was closed before")
+
+
+@pytest.mark.parametrize("script", PARALLEL)
+@pytest.mark.parametrize("fault", ["the second", "a space", "a reset", "closing"])
+def test_all_environments_are_closed_whatever_one_does(script, fault, tmp_path, monkeypatch, capfd):
+    """Processes of theirs would keep the program from ending."""
+    monkeypatch.setattr(Careful, "open", [])
+    spec = gym.envs.registration.EnvSpec("Careful-v0", entry_point=Careful)
+    monkeypatch.setitem(gym.registry, "Careful-v0", spec)
+    actions = "choices" if script == "ppo" else "box"
+    kwargs = f'{{"fault":"{fault}","actions":"{actions}","env_id":1}}'.replace(" ", "\\u0020")
+    given = train, script, tmp_path / "run", f"--env-id Careful-v0 --env-kwargs {kwargs}"
+    if fault == "closing":
+        train(*given[1:])
+        assert status(tmp_path / "run") == "finished"
+        assert "closing Careful-v0: OSError('was closed before')" in capfd.readouterr().err
+    elif fault == "a reset":
+        with pytest.raises(OSError, match="no licence"):
+            train(*given[1:])
+    else:
+        images = script in ("ppo_pixels", "ppo_lstm")
+        says = (
+            "can be learned from" if images else "a vector is" if "zoo" in script else "no vector"
+        )
+        refused(capfd, "the port is in use" if fault == "the second" else says, *given)
+    assert Careful.open == []
+
+
 # --- chance ---------------------------------------------------------------------------------------
 
 

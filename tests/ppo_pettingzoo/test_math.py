@@ -681,7 +681,7 @@ def test_spaces_of_gymnasium_environments():
             assert self.action_space.contains(action)
             return 1, float(action.sum()), True, False, {}
 
-    envs = make_envs(lambda: script.Gymnasium(Bits))
+    envs = make_envs(lambda: script.Gymnasium(Bits(), Bits))
     assert envs.obs.tolist() == [[[0, 0, 1, 1, 0, 1, 1, 1, 0]]]
     rewards, terminated, _ = envs.step(np.array([[[0, 1]]]))
     assert (rewards.item(), terminated.item()) == (1, True)
