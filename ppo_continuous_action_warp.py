@@ -557,16 +557,25 @@ def check_views(agent: Agent):
         inside = p.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
         if inside != p.requires_grad or (inside and p.storage_offset() != place):
             raise RuntimeError(f"{name} was frozen, unfrozen or replaced after flat_adam")
+        if p._backward_hooks:
+            raise RuntimeError(f"{name} has a hook on its gradient, which flat_adam does not call")
         place += p.numel() if inside else 0
 
 
 def minibatch_step(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
     """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; gives metrics."""
-    parts = iter(adam["parameters"].split([p.numel() for p in trained(agent).values()]))
-    views = {name: next(parts).view(p.shape) for name, p in trained(agent).items()}
+    learning = trained(agent).values()
+    parts = adam["parameters"].split([p.numel() for p in learning])
+    views = {p: part.view(p.shape) for p, part in zip(learning, parts, strict=True)}
+    places = {  # of each module once, which may be used twice; modules may share a parameter
+        name: views[p]
+        for prefix, module in agent.named_modules()
+        for name, p in module.named_parameters(prefix, recurse=False)
+        if p in views
+    }
 
     def policy(*given):
-        return torch.func.functional_call(agent, views, given)
+        return torch.func.functional_call(agent, places, given, tie_weights=False)
 
     loss, metrics = ppo_loss(policy, args, Batch(*[x[rows] for x in batch]))
     (grad,) = torch.autograd.grad(loss, adam["parameters"])

@@ -423,6 +423,43 @@ def test_parameters_that_leave_the_vector_are_named(script, edit, tmp_path, monk
         train(script, tmp_path / "run")
 
 
+@pytest.mark.parametrize("script", [name for name in FLAT if name != MULTI])
+def test_a_hook_that_would_not_be_called_is_named(script, tmp_path, monkeypatch):
+    def half(agent):
+        agent.critic[0].weight.register_hook(lambda grad: 0.5 * grad)
+
+    edit_agent(monkeypatch, script, half)
+    with pytest.raises(RuntimeError, match=r"critic.0.weight has a hook on its gradient"):
+        train(script, tmp_path / "run")
+
+
+@pytest.mark.parametrize("script", FLAT)
+def test_a_layer_of_two_networks_learns_from_both(script, tmp_path, monkeypatch):
+    """One module in two places, and one parameter in two modules."""
+    if script == MULTI:  # whose networks share a trunk
+        pytest.skip("gradients are of parameters, wherever they are used")
+
+    def share(how: str):
+        def edit(agent):
+            actor = getattr(agent, "actor", None) or agent.actor_mean
+            if how == "module":
+                agent.critic[0] = actor[0]
+            else:
+                agent.critic[0].weight = actor[0].weight
+
+        return edit
+
+    sizes = {}
+    for how in ("module", "parameter"):
+        with monkeypatch.context() as patch:
+            edit_agent(patch, script, share(how))
+            final = train(script, tmp_path / how, iterations=3)
+        weights = [x for name, x in final["agent"].items() if name.endswith(".0.weight")]
+        assert len(weights) == 2 and torch.equal(*weights)
+        sizes[how] = final["adam"]["parameters"].numel()
+    assert sizes["module"] < sizes["parameter"]
+
+
 # --- one policy -----------------------------------------------------------------------------------
 
 

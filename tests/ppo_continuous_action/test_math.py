@@ -646,6 +646,54 @@ def test_compiled_steps_follow_every_number_of_args(script):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
+SCALE = 1.0
+
+
+@both
+def test_compiled_steps_follow_numbers_that_are_not_in_args(script, monkeypatch):
+    """The agent's own, a list's, a global one, and whether it is in training."""
+
+    class Edited(script.Agent):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self.temperature = 1.0
+            self.factors = [1.0]
+
+        def get_action_and_value(self, *given):
+            action, logprob, entropy, value = super().get_action_and_value(*given)
+            value = value * self.factors[0] * SCALE + (0.0 if self.training else 1.0)
+            return action, logprob * self.temperature, entropy, value
+
+        forward = get_action_and_value
+
+    plain = torch.compile
+
+    def without_a_compiler(function, options, fullgraph=False):  # in no time
+        guards = {name: x for name, x in options.items() if name == "guard_filter_fn"}
+        return plain(function, backend="eager", fullgraph=fullgraph, options=guards or None)
+
+    monkeypatch.setattr(script, "Agent", Edited)
+    monkeypatch.setattr(torch, "compile", without_a_compiler)
+    args, _, agent = set_up(script, num_envs=2, compile_from=0)
+    batch, step = batch_of(script, agent), script.compile_step(agent, args)
+    one_step(step, agent, args, batch)
+
+    def check():
+        expected, _ = one_step(script.minibatch_step, agent, args, batch)
+        found, _ = one_step(step, agent, args, batch)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+    check()
+    for k in range(12):
+        agent.temperature = 1.0 + 0.1 * k
+        agent.factors[0] = 1.0 - 0.05 * k
+        check()
+    agent.eval()
+    check()
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    check()
+
+
 # --- a whole update beside Stable-Baselines3's ----------------------------------------------------
 
 
