@@ -210,7 +210,7 @@ def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
     """Exit with one line if this script can't learn with these spaces."""
     pixels = any(leaf.dtype == np.uint8 and len(leaf.shape) > 1 for leaf in leaves(space))
     vector = all(isinstance(leaf, VECTORS) for leaf in leaves(space)) and not pixels
-    if not vector or gym.spaces.flatdim(space) > 20_000:
+    if not vector or not 1 <= gym.spaces.flatdim(space) <= 20_000:
         hint = "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py"
         fail(f"--env-id {env_id}: {space}: {hint}")
     if not isinstance(actions, Discrete | MultiDiscrete | MultiBinary):
@@ -243,6 +243,20 @@ def branches(space: gym.Space) -> list[int]:
     return space.nvec.ravel().tolist()
 
 
+def masked_space(env: gym.Env) -> gym.spaces.Dict | None:
+    """The Dict with an action_mask, if there is one, whose numbers the observation [D] is."""
+    seen = env.observation_space
+    while isinstance(env, gym.Wrapper):
+        env = env.env
+        space = env.observation_space
+        if (
+            "action_mask" in getattr(space, "spaces", ())
+            and gym.spaces.flatten_space(space) == seen
+        ):
+            return space
+    return None
+
+
 class Envs:
     """N environments in this process, stepped one after the other. Every episode has its own seed;
     the actions of the running ones are kept, to play them again on resuming.
@@ -261,7 +275,7 @@ class Envs:
         self.actions = [[] for _ in envs]  # of the running episodes
         self.rewards = [[] for _ in envs]
         self.over = np.zeros(len(envs), bool)  # [N], the last step ended an episode
-        self.space = envs[0].unwrapped.observation_space  # perhaps a Dict, which comes flattened
+        self.masked = masked_space(envs[0])
         choices = branches(self.action_space)
         self.num_choices = sum(choices)
         self.starts = np.cumsum([0, *choices[:-1]])
@@ -288,9 +302,10 @@ class Envs:
     def with_mask(self, i: int, obs: np.ndarray, info: dict) -> np.ndarray:
         """The observation [D] and, if there is one, its mask of valid choices [sum of branches]."""
         mask = info.get("action_mask", info.get("legal_action_mask"))
-        if "action_mask" in getattr(self.space, "spaces", ()):
-            mask = gym.spaces.unflatten(self.space, obs)["action_mask"]
-        obs = np.reshape(obs, self.observation_space.shape)  # a longer one would pass as a mask
+        if self.masked:
+            mask = gym.spaces.unflatten(self.masked, obs)["action_mask"]
+        # a longer one would pass as a mask
+        obs = np.asarray(obs).reshape(self.observation_space.shape)
         if mask is None or not self.args.action_masks:
             return obs.astype(np.float32)
         mask = np.hstack(mask)
@@ -300,17 +315,23 @@ class Envs:
             raise ValueError(f"the action mask {mask} leaves nothing to choose")
         return np.concatenate((obs, mask), dtype=np.float32, casting="unsafe")
 
+    def show(self, i: int, row: np.ndarray):
+        """Make a row [D], perhaps with a mask behind, the observation of an environment."""
+        if row.shape != self.obs[i].shape:
+            raise ValueError("an action mask is needed in every observation, or in none")
+        self.obs[i] = row
+
     def play(self, i: int, action: np.ndarray):
         """One step of an environment with an action of its space: reward, terminated, truncated."""
         obs, reward, terminated, truncated, info = self.envs[i].step(action.copy())
         try:
-            number = np.asarray(reward).item()
+            number = float(np.asarray(reward).item())
             self.over[i] = terminated or truncated
-        except ValueError:  # an array instead of one number
+        except (TypeError, ValueError):  # an array or None instead of one number
             what = f"{self.args.env_id}: {reward=}, {terminated=}, {truncated=}"
             hint = "one of each is needed (several rewards: a wrapper that weighs them)"
             raise ValueError(f"{what}: {hint}") from None
-        self.obs[i] = self.with_mask(i, obs, info)
+        self.show(i, self.with_mask(i, obs, info))
         self.actions[i].append(action)
         self.rewards[i].append(number)
         return number, terminated, truncated
@@ -323,7 +344,7 @@ class Envs:
         self.ended = []
         for i, action in enumerate(to_env(self.action_space, actions)):
             if self.over[i]:
-                self.obs[i] = self.reset(i)
+                self.show(i, self.reset(i))
                 continue
             rewards[i], terminated[i], truncated[i] = self.play(i, action)
             if self.over[i]:

@@ -214,7 +214,7 @@ def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
     """Exit with one line if this script can't learn with these spaces."""
     pixels = any(leaf.dtype == np.uint8 and len(leaf.shape) > 1 for leaf in leaves(space))
     vector = all(isinstance(leaf, VECTORS) for leaf in leaves(space)) and not pixels
-    if not vector or gym.spaces.flatdim(space) > 20_000:
+    if not vector or not 1 <= gym.spaces.flatdim(space) <= 20_000:
         hint = "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py"
         fail(f"--env-id {env_id}: {space}: {hint}")
     if not isinstance(actions, gym.spaces.Box):
@@ -287,9 +287,9 @@ class Envs:
         """One step of an environment with an action of its space: reward, terminated, truncated."""
         obs, reward, terminated, truncated, _ = self.envs[i].step(action.copy())
         try:
-            number = np.asarray(reward).item()
+            number = float(np.asarray(reward).item())
             self.over[i] = terminated or truncated
-        except ValueError:  # an array instead of one number
+        except (TypeError, ValueError):  # an array or None instead of one number
             what = f"{self.args.env_id}: {reward=}, {terminated=}, {truncated=}"
             hint = "one of each is needed (several rewards: a wrapper that weighs them)"
             raise ValueError(f"{what}: {hint}") from None

@@ -218,7 +218,7 @@ def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
     """Exit with one line if this script can't learn with these spaces."""
     pixels = any(leaf.dtype == np.uint8 and len(leaf.shape) > 1 for leaf in leaves(space))
     vector = all(isinstance(leaf, VECTORS) for leaf in leaves(space)) and not pixels
-    if not vector or gym.spaces.flatdim(space) > 20_000:
+    if not vector or not 1 <= gym.spaces.flatdim(space) <= 20_000:
         hint = "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py"
         fail(f"--env-id {env_id}: {space}: {hint}")
     if not isinstance(actions, gym.spaces.Box | gym.spaces.Discrete):
@@ -286,7 +286,7 @@ class Envs:
         try:
             rewards.append(float(np.asarray(reward).item()))
             over = bool(terminated or truncated)
-        except ValueError:  # an array instead of one number
+        except (TypeError, ValueError):  # an array or None instead of one number
             what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
             hint = "one of each is needed (several rewards: a wrapper that weighs them)"
             raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
@@ -298,7 +298,7 @@ class Envs:
         elif len(rewards) > 100_000:
             hint = """max_episode_steps, --env-kwargs '{"max_episode_steps": 1000}'"""
             raise TimeoutError(f"100,000 steps, no end: whole episodes need {hint}")
-        return rewards[-1], terminated, truncated
+        return rewards[-1], bool(terminated), bool(truncated)
 
     def step(self, actions: np.ndarray, going: np.ndarray):
         """Take actions [N, A] or choices [N] in the environments that are `going` [N]: rewards,

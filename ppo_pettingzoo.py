@@ -325,11 +325,12 @@ class Roles:
             sizes = [branches(space) for space in self.actions if not isinstance(space, Box)]
         if len(kinds) > 1 or len({len(own) for own in sizes}) > 1:
             fail(f"--env-id {args.env_id}: {action_space}: all Box, or all with as many branches")
-        self.boxes = kinds == {True}
-        self.dim = max(gym.spaces.flatdim(space) for space in self.seen)  # D
+        self.sizes = [gym.spaces.flatdim(space) for space in self.seen]
+        self.dim = max(self.sizes)  # D
         self.choices = np.max(sizes, axis=0).tolist()  # of each branch; C in all
         has = [[np.arange(n) < k for n, k in zip(self.choices, own, strict=True)] for own in sizes]
         self.has = np.array([np.hstack(parts) for parts in has])  # [A, C]
+        self.starts = np.cumsum([0, *self.choices[:-1]])
         width = self.choices[0] if self.boxes else len(self.choices)
         self.shape = len(self.names), width  # of everyone's actions, A and B
         count = len(self.names)
@@ -344,13 +345,16 @@ class Roles:
         if isinstance(observation, dict):
             mask = observation["action_mask"]
             observation = observation["observation"]
-        flat = gym.spaces.flatten(self.seen[i], observation)
+        flat = gym.spaces.flatten(self.seen[i], observation).reshape(self.sizes[i])
         valid = self.has[i].copy()
         if mask is not None and self.args.action_masks:
             mask = np.hstack(mask)
             if len(mask) != valid.sum():
                 fail(f"the action_mask of {self.names[i]} has {len(mask)} of {valid.sum()} choices")
-            valid[valid] = mask
+            valid[valid] = mask > 0
+            left = np.add.reduceat(valid, self.starts, dtype=int)  # choices of each branch
+            if valid.any() and not left.all():
+                raise ValueError(f"the action_mask {mask} of {self.names[i]} leaves a branch empty")
         padding = np.zeros(self.dim - len(flat))
         return np.concatenate([flat, padding, self.ids[i], valid], dtype=np.float32)
 
@@ -486,7 +490,10 @@ class Envs:
         dead = {name for k, name in enumerate(names) if dies[k]}  # their observations are not used
         seen = {name: x for name, x in observations.items() if name not in dead}
         self.obs[i] = self.rows(i, seen, infos, living)
-        rewards = np.array([np.asarray(rewards.get(name, 0.0)).item() for name in names])
+        try:
+            rewards = np.array([float(np.asarray(rewards.get(name, 0.0)).item()) for name in names])
+        except (TypeError, ValueError):
+            raise ValueError(f"{args.env_id}: {rewards=}: one for each agent is needed") from None
         self.returns[i] += rewards
         if args.team_reward:  # all get one reward, and one end
             rewards = np.full(len(names), rewards.sum())

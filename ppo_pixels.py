@@ -524,6 +524,8 @@ class Envs:
 
     def show(self, i: int, leaves: list[np.ndarray]):
         """Store an environment's observation in the arrays of all."""
+        if len(leaves) != len(self.obs):
+            raise ValueError("an action mask is needed in every observation, or in none")
         for all_of, one in zip(self.obs, leaves, strict=True):
             all_of[i] = one
 
@@ -537,9 +539,9 @@ class Envs:
             before = frame
             frame, reward, terminated, truncated, info = self.envs[i].step(given)
             try:
-                total += np.asarray(reward).item()
+                total += float(np.asarray(reward).item())
                 self.over[i] = terminated or truncated
-            except ValueError:  # an array instead of one number
+            except (TypeError, ValueError):  # an array or None instead of one number
                 what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
                 hint = "one of each is needed (several rewards: a wrapper that weighs them)"
                 raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None

@@ -11,7 +11,7 @@ from program import folded
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Lines that each script may have at most, with slack: clarity comes first
 LINES = {
-    "ppo": 1200,
+    "ppo": 1220,
     "ppo_continuous_action": 1240,
     "ppo_cma": 1220,
     "ppo_kl_adaptive": 1280,
@@ -112,7 +112,7 @@ def changed(first: str, second: str) -> int:
 
 
 def test_siblings_differ_in_few_lines():
-    assert changed("ppo", "ppo_continuous_action") <= 300
+    assert changed("ppo", "ppo_continuous_action") <= 330
 
 
 @EVERY

@@ -524,6 +524,24 @@ class SeveralFlags(Plain):
         return obs, reward, np.array([True, False]), *rest
 
 
+class NoReward(Plain):
+    def step(self, action):
+        obs, _, *rest = super().step(action)
+        return obs, None, *rest
+
+
+class FlagsOfShape1(Plain):
+    def step(self, action):
+        obs, reward, terminated, _, info = super().step(action)
+        return obs, reward, np.array([terminated]), None, info
+
+
+class Tensors(Plain):
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        return torch.tensor(obs), torch.tensor(reward, dtype=torch.float64), *rest
+
+
 class Smaller(Plain):
     def step(self, action):
         obs, *rest = super().step(action)
@@ -550,7 +568,15 @@ def registered(monkeypatch):
     return register
 
 
-ODD = [RewardOfShape1, IntegerFlags, OneArray, WritesIntoItsAction, SeedsTorch]
+ODD = [
+    RewardOfShape1,
+    IntegerFlags,
+    FlagsOfShape1,
+    Tensors,
+    OneArray,
+    WritesIntoItsAction,
+    SeedsTorch,
+]
 
 
 @SEVERAL
@@ -576,15 +602,19 @@ ONE = r"reward.*: one of each is needed \(several rewards: a wrapper that weighs
 WRONG = {
     SeveralRewards: ONE,
     ListOfRewards: ONE,
+    NoReward: ONE,
     SeveralFlags: ONE,
     Smaller: r"cannot reshape array of size 1 into shape \(2,\)",  # no broadcast
 }
 
 
-@pytest.mark.parametrize("script", VECTORS)
+@SEVERAL
 @pytest.mark.parametrize("kind", WRONG)
 def test_several_numbers_for_one_are_named(script, kind, registered, tmp_path):
-    with pytest.raises(ValueError, match=WRONG[kind]):
+    says = "rewards=.*: one for each agent is needed" if WRONG[kind] == ONE else WRONG[kind]
+    if script == "ppo_pettingzoo" and kind is SeveralFlags:
+        pytest.skip("each agent has its own")
+    with pytest.raises(ValueError, match=says if script == "ppo_pettingzoo" else WRONG[kind]):
         train(script, tmp_path / "run", registered(script, kind))
     assert not (tmp_path / "run").exists()
 
@@ -609,6 +639,9 @@ NO_VECTORS = {
     "text": spaces.Dict({"mission": spaces.Text(10), "x": VECTOR}),
     "sequence": spaces.Sequence(VECTOR),
     "its own": spaces.Dict({"mission": Mission(), "x": VECTOR}),
+    "an empty Dict": spaces.Dict({}),
+    "empty parts": spaces.Dict({"x": spaces.Tuple([]), "y": spaces.Dict({})}),
+    "no number": spaces.Box(-1, 1, (0,)),
 }
 
 
@@ -642,3 +675,104 @@ def test_boxes_of_any_type_and_shape(script, actions, tmp_path, monkeypatch):
         assert agent.act(obs).shape == agent.act(obs, agent.noise(5)).shape == (5, *box.shape)
         action, logprob, *_ = agent.get_action_and_value(torch.zeros(5, 3))
         assert (action.shape, logprob.shape) == ((5, int(np.prod(box.shape))), (5,))
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+MASKED = ["ppo", "ppo_pixels", "ppo_lstm", "ppo_pettingzoo"]
+MASKS = spaces.Dict({"observation": VECTOR, "action_mask": spaces.MultiBinary(3)})
+
+
+class Masked(gym.Env):
+    """Three choices, of which each mask of `masks` in turn allows some."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (1,))
+    action_space = spaces.Discrete(3)
+
+    def __init__(self, masks=((0, 1, 0),), action_space=None):
+        self.masks = masks
+        self.action_space = action_space or self.action_space
+        self.taken = set()
+
+    def info(self):
+        mask = self.masks[self.t % len(self.masks)]
+        return {} if mask is None else {"action_mask": np.array(mask)}
+
+    def reset(self, seed=None, options=None):
+        self.t = 0
+        return np.ones(1, np.float32), self.info()
+
+    def step(self, action):
+        self.t += 1
+        self.taken.add(np.ravel(action)[0].item())
+        return np.ones(1, np.float32), 1.0, self.t == 5, False, self.info()
+
+
+class InFront(gym.Wrapper):
+    """Its Dict has a mask, which the environment's own observation has not."""
+
+    observation_space = MASKS
+
+    def shown(self):
+        return {"observation": np.zeros(3, np.float32), "action_mask": np.array([0, 1, 0], np.int8)}
+
+    def reset(self, **more):
+        self.env.reset(**more)
+        return self.shown(), {}
+
+    def step(self, action):
+        _, *rest, _ = self.env.step(action)
+        return self.shown(), *rest, {}
+
+
+class Behind(InFront):
+    """Its Dict has one more part before those of the environment's own."""
+
+    observation_space = spaces.Dict({"a": spaces.Box(0, 1, (4,)), **MASKS.spaces})
+
+    def shown(self):
+        return {"a": np.zeros(4, np.float32), **super().shown()}
+
+
+@pytest.fixture
+def masked(monkeypatch):
+    """Register what makes environments; the flag that names it."""
+
+    def register(make) -> str:
+        spec = gym.envs.registration.EnvSpec("Masked-v0", entry_point=make)
+        monkeypatch.setitem(gym.registry, "Masked-v0", spec)
+        return "--env-id Masked-v0"
+
+    return register
+
+
+@pytest.mark.parametrize("script", MASKED)
+@pytest.mark.parametrize("wrapped", [InFront, lambda env: Behind(InFront(env))])
+def test_a_mask_of_a_wrapper_is_a_mask(script, wrapped, masked, tmp_path):
+    made = []
+
+    def make():
+        made.append(Masked([None]))
+        return wrapped(made[-1])
+
+    train(script, tmp_path / "run", masked(make))
+    assert set().union(*[env.taken for env in made]) == {1}
+
+
+@pytest.mark.parametrize("script", MASKED[:-1])
+@pytest.mark.parametrize("masks", [((0, 1, 0), None), (None, (0, 1, 0))])
+def test_a_mask_that_comes_and_goes_is_named(script, masks, masked, tmp_path):
+    with pytest.raises(ValueError, match="an action mask is needed in every observation, or in"):
+        train(script, tmp_path / "run", masked(lambda: Masked(masks)))
+
+
+def test_masks_of_agents_are_of_numbers_above_zero(masked, tmp_path):
+    """As those of the other scripts, and no branch of choices may be without one."""
+    made = []
+    for mask in ((-1, 1, -1), (np.nan, 0.5, -np.inf)):
+        made.append(Masked([mask]))
+        train("ppo_pettingzoo", tmp_path / str(len(made)), masked(lambda: made[-1]))
+        assert made[-1].taken == {1}
+    branch = Masked([(0, 0, 1, 1)], spaces.MultiDiscrete([2, 2]))
+    with pytest.raises(ValueError, match=r"the action_mask \[0 0 1 1\] of agent_0 leaves a branch"):
+        train("ppo_pettingzoo", tmp_path / "branch", masked(lambda: branch))
