@@ -737,11 +737,12 @@ class Run:
             self.wandb.finish()
         self.write_json(self.status)
         if kind and self.new and self.global_step == 0:  # failed before a step: leave nothing
-            for pattern in ("run.json", "checkpoint.pt", "episodes.csv", "events.out.tfevents.*"):
+            for pattern in ("run.json", "checkpoint.pt*", "episodes.csv", "events.*"):
                 for path in self.folder.glob(pattern):
                     path.unlink()
             with contextlib.suppress(OSError):  # something else is in the folder
                 self.folder.rmdir()
+        fcntl.flock(self.csv, fcntl.LOCK_UN)  # of a process that was forked meanwhile, too
         self.csv.close()
 
     def log(self, metrics: dict[str, float], data: Rollout):
@@ -795,7 +796,7 @@ def new_folder(args: Args) -> Path:
 def refuse_links(folder: Path):
     """Exit with one line if a folder has links: through them a run would write elsewhere."""
     for path in folder.rglob("*"):
-        if path.is_symlink():
+        if path.is_symlink() or (path.is_file() and path.stat().st_nlink > 1):  # hard ones, too
             fail(f"{path} is a link: a run writes into its own folder alone")
 
 

@@ -1175,6 +1175,7 @@ class Run:
         self.write_json(self.status)
         if kind and self.new and self.global_step == 0:  # failed before a step: leave nothing
             shutil.rmtree(self.folder, ignore_errors=True)
+        fcntl.flock(self.csv, fcntl.LOCK_UN)  # of a process that was forked meanwhile, too
         self.csv.close()
 
     def log_episodes(self, ended: list[tuple[int, float, int]]):
@@ -1225,7 +1226,7 @@ def new_folder(args: Args) -> Path:
 def refuse_links(folder: Path):
     """Exit with one line if a folder has links: through them a run would write elsewhere."""
     for path in folder.rglob("*"):
-        if path.is_symlink():
+        if path.is_symlink() or (path.is_file() and path.stat().st_nlink > 1):  # hard ones, too
             fail(f"{path} is a link: a run writes into its own folder alone")
 
 

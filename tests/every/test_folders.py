@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import sys
 import time
 from importlib.machinery import ModuleSpec
@@ -166,6 +167,31 @@ def test_a_folder_is_in_use_while_a_run_lasts(script, start, tmp_path, monkeypat
 
 
 @EVERY
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_folder(
+    script, tmp_path, monkeypatch
+):
+    """Such as a simulator that outlives its run."""
+    run, children = importlib.import_module(script).Run, []
+    plain = run.log
+
+    def log(*given):
+        if not children:
+            children.append(os.fork())
+        if children == [0]:
+            signal.pause()
+        return plain(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "log", log)
+        train(script, tmp_path / "run")
+    try:
+        go_on(script, tmp_path / "run")
+    finally:
+        os.kill(children[0], signal.SIGKILL)
+        os.waitpid(children[0], 0)
+
+
+@EVERY
 def test_a_start_that_failed_gives_the_folder_up(script, kept, monkeypatch):
     """At once, though a notebook keeps the last error with all its frames."""
     wandb = ModuleType("wandb")
@@ -190,6 +216,9 @@ def test_links_are_not_written_through(script, kept, capfd):
         if link.exists():
             link.replace(spare)
         link.symlink_to(outside)
+        refused(capfd, f"{link} is a link", go_on, script, kept)
+        link.unlink()
+        os.link(outside, link)
         refused(capfd, f"{link} is a link", go_on, script, kept)
         link.unlink()
         if spare.exists():
