@@ -136,6 +136,8 @@ def fits(value, hint) -> bool:
         return isinstance(value, kind) and all(isinstance(x, parts[0]) for x in value)
     if parts:  # a choice
         return any(fits(value, part) for part in parts)
+    if isinstance(value, bool):  # an int, to Python
+        return hint is bool
     return isinstance(value, hint) or (hint is float and isinstance(value, int))
 
 

@@ -146,7 +146,8 @@ def check(args, low: dict, high: dict):
         kinds = get_args(hint) or (hint,)  # types, or the values of a Literal
         types = tuple(kind for kind in kinds if isinstance(kind, type))
         whole = float in kinds and isinstance(value, int)
-        if not (isinstance(value, types) or value in kinds or whole):
+        truth = isinstance(value, bool) and bool not in kinds  # an int, to Python
+        if truth or not (isinstance(value, types) or value in kinds or whole):
             raise ValueError(f"{flag} {value!r}: not of type {hint}")
         if type(value) in (int, float):
             least = low.get(name, 0 if float in kinds else 1)

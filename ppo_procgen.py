@@ -120,7 +120,9 @@ def check(args, low: dict, high: dict):
         flag = f"--{name.replace('_', '-')}"
         value = getattr(args, name)
         kinds = get_args(hint) or (hint,)
-        if not isinstance(value, kinds) and not (float in kinds and isinstance(value, int)):
+        whole = float in kinds and isinstance(value, int)
+        truth = isinstance(value, bool) and bool not in kinds  # an int, to Python
+        if truth or not (isinstance(value, kinds) or whole):
             raise ValueError(f"{flag} {value!r}: not of type {hint}")
         if type(value) in (int, float):
             least = low.get(name, 0 if float in kinds else 1)

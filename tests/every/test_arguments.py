@@ -361,7 +361,16 @@ def test_a_package_that_is_missing_is_named(script, monkeypatch, capfd):
 
 @EVERY
 @pytest.mark.parametrize(
-    "change", [{"gamma": "0.9"}, {"eval_episodes": 8.0}, {"seed": None}, {"run_dir": "runs/1"}]
+    "change",
+    [
+        {"gamma": "0.9"},
+        {"gamma": True},
+        {"eval_episodes": 8.0},
+        {"eval_episodes": True},
+        {"seed": None},
+        {"seed": False},
+        {"run_dir": "runs/1"},
+    ],
 )
 def test_values_of_other_types_are_refused(script, change):
     """In Python, where no command line converts them."""
