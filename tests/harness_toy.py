@@ -62,8 +62,8 @@ def returns() -> list[float]:
 
 
 with open("starts.txt", "a") as file:
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES")
-    file.write(f"{args.env_id} {args.seed} {step} {os.getpid()} {how} {folder.parent.name} {gpu}\n")
+    told = [args.env_id, args.seed, step, os.getpid(), how, folder.parent.name, os.getppid()]
+    file.write(f"{' '.join(map(str, told))} {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
 if args.x is not None and args.x > args.fail_above:
     sys.exit(f"{args.x} is too much")
 stop = []
