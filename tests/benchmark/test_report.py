@@ -589,10 +589,6 @@ def test_a_quoted_command_prints_what_stands_in_the_table(page, command, monkeyp
         assert row[names.index(env_id)].split(" [")[0] == iqm
 
 
-def test_a_command_is_quoted():
-    assert [page.stem for page, _ in quoted()] == ["ppo_continuous_action"]
-
-
 # --- this project's tables ------------------------------------------------------------------------
 
 
@@ -606,67 +602,6 @@ def results(tmp_path, monkeypatch) -> Path:
     """A folder in the place of the published results."""
     monkeypatch.setattr(curves, "RESULTS", tmp_path)
     return tmp_path
-
-
-def test_head_to_head(results):
-    for seed, level in enumerate((1000, 2000, 3000, 4000, 5000)):
-        for k, env_id in enumerate(curves.MUJOCO):
-            played = (level, level + 2 * k)
-            write_job(results, env_id, "ppo_continuous_action", seed, level, evaluation=played)
-            for script in ("ppo_kl_adaptive", "ppo_cma"):
-                more = {"variant": "1M", "evaluation": (level / 2,)}
-                write_job(results, env_id, script, seed, level / 2, **more)
-    write_job(results, "Humanoid-v4", "ppo_cma", 0, 1e9, variant="1M")  # is not part of it
-    # of 25 pairs 4 are won; 2 are tied, in evaluation on the first environment only
-    for metric, wanted, won in (("training", "3,000", 0.2), ("evaluation", "3,001", 0.165)):
-        _, _, *rows, pooled, better = rows_of(tables.head_to_head(metric))
-        assert [row[:2] for row in rows] == [[env_id, "5, 5, 5"] for env_id in curves.MUJOCO]
-        assert pooled[0] == "all eight, normalised"
-        assert better[2] == ""
-        wins = [float(cell.split(" [")[0]) for cell in better[3:]]
-        assert wins == pytest.approx([won, won], abs=0.006)
-        (hopper,) = (row for row in rows if row[0] == "Hopper-v4")
-        said = [cell.split(" [")[0] for cell in hopper[2:]]
-        assert said == [f"**{wanted}**", "1,500", "1,500"]
-    (results / "head-to-head").mkdir()
-    curves.head_to_head()
-    assert [path.name for path in (results / "head-to-head").iterdir()] == ["curves.png"]
-
-
-def test_modes(results, monkeypatch):
-    scales = data.read_scales(data.SCALES)
-    for env_id in curves.MUJOCO:
-        low, high = scales[env_id].low, scales[env_id].high
-        for variant, part in (("1M", 0.75), ("1M-ppo", 0.25)):
-            levels = [low + part * (high - low)] * 3
-            write_jobs(results, [env_id], "ppo_cma", levels, variant=variant)
-    drawn = {}
-    monkeypatch.setattr(curves.report, "save", lambda figure, *_, **__: drawn.update(figure=figure))
-    curves.modes()
-    *_, pooled = drawn["figure"].axes
-    assert [line.get_ydata()[-1] for line in pooled.lines] == pytest.approx([0.75, 0.25])
-    _, _, whole, ppo = rows_of(tables.BLOCKS["modes-training"]())
-    assert (whole[0], ppo[0]) == ("none", "`--mode ppo`, its own flags")
-    assert ppo[1] == ", ".join("3" * 8)
-    assert ppo[-3:] == ["0.00 [0.00, 0.00]", ppo[-2], "worse"]
-
-
-def test_what_matters(results):
-    """A change on two of the environments is judged there, and drawn."""
-    for seed in range(101, 106):  # the last two are of the finalists
-        for env_id in curves.STUDIED:
-            own = ("ppo_continuous_action", seed, 1.0)
-            write_job(results, env_id, *own, variant="study", evaluation=(float(seed),))
-            if env_id in curves.STUDIED[:2]:
-                more = {"variant": "study-8-envs", "evaluation": (5.0 + seed,)}
-                write_job(results, env_id, *own, **more)
-    (_, none, _), (name, scores, judged) = curves.effects(*curves.SCREENED)
-    assert [len(x) for x in none] == [3, 3, 3, 3]
-    assert [len(x) for x in scores] == [3, 3, 0, 0]
-    assert name == "ppo_continuous_action study-8-envs"
-    assert judged[:3] == (1.0, 1.0, 1.0)
-    curves.what_matters()
-    assert (results / "what_matters.png").stat().st_size > 5_000
 
 
 def test_ablations(results):

@@ -245,7 +245,7 @@ def test_stable_baselines3s_defaults():
     policy = inspect.signature(stable_baselines3.ppo.MlpPolicy).parameters
     assert policy["log_std_init"].default == args.log_std_init == 0.0
     assert not args.scale_actions
-    # its loss has 0.5 * mse of the values, ours vf_coef * 0.5 * mse, as test_one_update_is_stable_baselines3s shows
+    # its loss has 0.5 * mse of the values, ours vf_coef * 0.5 * mse
     assert theirs["vf_coef"].default == args.vf_coef * 0.5
 
 
