@@ -55,49 +55,34 @@ def test_gpu_steps_are_done_once_and_in_order(tmp_path):
     assert "HalfCheetah-v4 --tf32 --run-dir" not in again
 
 
-class Clock:
-    """Time that passes when told so."""
-
-    now = 100.0
-
-    def sleep(self, seconds: float):
-        self.now += seconds
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-def toy_script(clock: Clock, fails: bool = False):
+def toy_script(sleep, fails: bool):
     """A module with the parts of a script, whose iteration has 10 steps of 2 ms, acts 10 ms, learns
     30 ms and logs 5 ms."""
-
-    class Envs:
-        def step(self):
-            clock.sleep(0.002)
 
     def rollout(envs):
         for _ in range(10):
             envs.step()
-        clock.sleep(0.01)
+        sleep(0.01)
 
     def train(args):
         if fails:
             raise RuntimeError("out of memory")
         for _ in range(10**6):
-            script.rollout(Envs())
+            script.rollout(script.Envs())
             script.update()
-            clock.sleep(0.005)
+            sleep(0.005)
 
-    script = SimpleNamespace(__name__="toy", Envs=Envs, rollout=rollout, train=train)
-    script.update = lambda: clock.sleep(0.03)
+    script = SimpleNamespace(__name__="toy", rollout=rollout, train=train)
+    script.Envs = type("Envs", (), {"step": lambda envs: sleep(0.002)})
+    script.update = lambda: sleep(0.03)
     script.parse_args = lambda argv: SimpleNamespace(batch_size=130, argv=argv)
     return script
 
 
 def test_time_of_an_iteration_by_its_parts(tmp_path, monkeypatch):
-    clock = Clock()
-    script, path = toy_script(clock), tmp_path / "t.csv"
-    monkeypatch.setattr(gpu_profile, "time", clock)
+    now = [100.0]  # and the seconds that passed
+    script, path = toy_script(now.append, fails=False), tmp_path / "t.csv"
+    monkeypatch.setattr(gpu_profile, "time", SimpleNamespace(perf_counter=lambda: sum(now)))
     monkeypatch.setitem(sys.modules, "toy", script)
     rollout, step = script.rollout, script.Envs.step
 
@@ -114,7 +99,7 @@ def test_time_of_an_iteration_by_its_parts(tmp_path, monkeypatch):
     assert float(rows[0]["warm_seconds"]) == pytest.approx(gpu_profile.WARM * 0.065, abs=0.01)
     assert profile("--slow") == 0
     assert table(path) == rows  # measured already
-    monkeypatch.setitem(sys.modules, "toy", toy_script(clock, fails=True))
+    monkeypatch.setitem(sys.modules, "toy", toy_script(now.append, fails=True))
     assert profile("--other") == 1
     assert table(path) == rows
 

@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
+from unittest.mock import Mock
 
 import harness
 import pytest
@@ -573,26 +574,18 @@ def test_a_command_can_be_stopped_before_any_job_is_handed_over():
 def test_ctrl_c_while_jobs_are_handed_over(monkeypatch):
     """The job that a worker has begun by then is told to stop, and so ends."""
     place = Local(1, [], 1)
+    stopped = threading.Event()
     ends = []
-
-    class Job:
-        def __init__(self):
-            self.stopped = threading.Event()
-
-        def __call__(self):
-            ends.append(self.stopped.wait(20))
-
-        def stop(self):
-            self.stopped.set()
+    job = Mock(side_effect=lambda: ends.append(stopped.wait(20)), stop=stopped.set)
+    plain = place.pool.submit
 
     def submit(*work):
-        handed_over(*work)
+        plain(*work)
         raise KeyboardInterrupt
 
-    handed_over = place.pool.submit
     monkeypatch.setattr(place.pool, "submit", submit)
     with pytest.raises(KeyboardInterrupt):
-        place.start([Job()])
+        place.start([job])
     wait_for(lambda: not place.pool._work_queue.qsize())
     place.stop()
     assert ends == [True]

@@ -254,49 +254,45 @@ def expression(start: str, number: int = 0) -> str:
     return re.findall("`(agent[^`]*)`", here(start))[number]
 
 
-def test_predict_and_action_probability(monkeypatch):
-    """What the pages types into Python, by the definitions of the distributions."""
+@pytest.mark.parametrize("script", [ppo, ppo_continuous_action], ids=lambda x: x.__name__)
+def test_predict_and_action_probability(script):
+    """What the page types into Python, by the definitions of the distributions."""
+    agent, _ = script.load(train(script, "--run-dir run"))
     obs = np.array([0.1, -0.2, 0.5], np.float32)
-    for script in (ppo, ppo_continuous_action):
-        folder = train(script, "--run-dir " + script.__name__)
-        exec("agent, args = load(folder)", names := {"load": script.load, "folder": folder})
-        agent, names["obs"] = names["agent"], obs
-        greedy = eval(expression("`predict(obs, deter", 0), names)
-        sampled = eval(expression("`predict(obs, deter", 1), names)
-        tensor = torch.tensor(obs)[None].repeat(2, 1)
-        if script is ppo:
-            assert greedy in range(3)
-            assert sampled in range(3)
-            probability = eval(expression("`action_probability(obs)`", 0), {**names, "obs": tensor})
-            assert probability.sum(-1).tolist() == pytest.approx([1.0, 1.0])
-            assert probability[0].argmax() == greedy
-            action = torch.tensor([[0], [2]])
-            expected = probability[0, action[:, 0]]
-        else:
-            assert greedy != sampled
-            mean = eval(expression("`action_probability(obs)`", 1), {**names, "obs": tensor})
-            deviation = eval(expression("`action_probability(obs)`", 2), names)
-            assert mean[0] == greedy
-            action = torch.tensor([[0.5], [-1.0]])
-            expected = torch.distributions.Normal(torch.tensor(mean), deviation).log_prob(action)
-            expected = expected.exp()[:, 0]
-            assert deviation.item() == pytest.approx(2.0 * np.exp(-0.7), rel=0.05)
-        code = expression("`action_probability(obs, actions=a)`")
-        found = eval(code, {**names, "obs": tensor, "a": action})
-        torch.testing.assert_close(found, expected.float())
-        assert eval(expression("`policy.predict_values"), {**names, "obs": tensor}).shape == (2,)
-        assert agent.load_state_dict(agent.state_dict())
+    tensor = torch.tensor(obs)[None].repeat(2, 1)
+
+    def typed(row: str, number: int = 0, **names):
+        return eval(expression(row, number), {"agent": agent, "obs": tensor} | names)
+
+    greedy, sampled = (typed("`predict(obs, deter", k, obs=obs) for k in (0, 1))
+    if script is ppo:
+        assert {int(greedy), int(sampled)} <= {0, 1, 2}
+        probability = typed("`action_probability(obs)`")
+        assert probability.sum(-1).tolist() == pytest.approx([1.0, 1.0])
+        assert probability[0].argmax() == greedy
+        action = torch.tensor([[0], [2]])
+        expected = probability[0, action[:, 0]]
+    else:
+        assert greedy != sampled
+        mean, deviation = (typed("`action_probability(obs)`", k) for k in (1, 2))
+        assert mean[0] == greedy
+        assert deviation.item() == pytest.approx(2.0 * np.exp(-0.7), rel=0.05)
+        action = torch.tensor([[0.5], [-1.0]])
+        density = torch.distributions.Normal(torch.tensor(mean), deviation).log_prob(action)
+        expected = density.exp()[:, 0]
+    found = typed("`action_probability(obs, actions=a)`", a=action)
+    torch.testing.assert_close(found, expected.float())
+    assert typed("`policy.predict_values").shape == (2,)
 
 
 @ALL
 def test_learn_load_and_set_env(script, my_envs):
     """`train(Args(...))`, `load` for another environment, and going on in another one."""
     env_id = "ReachDiscrete-v0" if script is ppo else "Reach-v0"
-    if "SetEnv-v0" not in gym.registry:
-        gym.register("SetEnv-v0", my_envs.Reach, max_episode_steps=20)
-        kwargs = {"discrete": True}
-        gym.register("SetEnvDiscrete-v0", my_envs.Reach, max_episode_steps=20, kwargs=kwargs)
-    other = env_id.replace("Reach", "SetEnv")
+    other = f"Short{env_id}"
+    gym.register(
+        other, gym.spec(env_id).entry_point, max_episode_steps=20, kwargs=gym.spec(env_id).kwargs
+    )
     folder = train(script, "--run-dir first")
     agent, args = script.load(folder, script.make_env(other))
     assert (args.env_id, agent.act(np.zeros((2, 3))).shape[0]) == (env_id, 2)
@@ -376,6 +372,10 @@ def broken(env, *given):
     return given
 
 
+def time_is_up(env, obs, reward, over, *rest):
+    return obs, reward, over or env.t == 50, *rest
+
+
 def reset(env):
     return env.begin()
 
@@ -392,30 +392,28 @@ MISTAKES = {  # of the page's environment, what each does otherwise
     "Endless": {"force": 0.0},
     "Broken": {"gives": broken},
     "Unseeded": {"reset": lambda env, seed=None, options=None: env.begin()},
-    "Clock": {"gives": lambda env, obs, reward, _, *rest: (obs, reward, env.t == 50, *rest)},
+    "Clock": {"gives": time_is_up},
 }
 TABLE = rows(YOURS, "What goes wrong")[1:]
 SHORT = "--num-steps 512 --num-minibatches 8 --update-epochs 1 --total-timesteps 512 --no-cuda"
 
-# The beginning of a row; a script and an environment for which that is said, and the flags
+# The beginning of a row; an environment for which that is said; the script and the flags
+CLIPPED, REPEATED = (ppo_continuous_action, SHORT), (ppo_cma, "--action-repeat 1000 --no-cuda")
 TOLD = [
-    ("`Discrete(3): a Box", ppo_continuous_action, "my_envs:ReachDiscrete-v0", SHORT),
-    ("`not enough values", ppo_continuous_action, "mistakes:OldStep-v0", SHORT),
-    ("`string indices", ppo_continuous_action, "mistakes:OldReset-v0", SHORT),
-    ("`reset() got", ppo_continuous_action, "mistakes:NoSeed-v0", SHORT),
-    ("`cannot reshape", ppo_continuous_action, "mistakes:Sizes-v0", SHORT),
-    ("`float() argument", ppo_continuous_action, "mistakes:ADict-v0", SHORT),
-    ("`iteration 0: rewards", ppo_continuous_action, "mistakes:NoReward-v0", SHORT),
-    ("`iteration 0: rewards", ppo_continuous_action, "mistakes:NoObs-v0", SHORT),
-    ("`return None", ppo_continuous_action, "mistakes:Endless-v0", SHORT),
-    ("`100,000 steps", ppo_cma, "mistakes:Endless-v0", "--action-repeat 1000 --no-cuda"),
-    ("`got an unexpected", ppo_continuous_action, "my_envs:Reach-v0", f"{SHORT} --capture-video"),
-    ("an exception of", ppo_continuous_action, "mistakes:Broken-v0", SHORT),
-    ("`No module named", ppo, "no_envs:Reach-v0", SHORT),
-    ("``Environment", ppo, "Reach-v0", SHORT),
-    ("one seed gives", ppo_continuous_action, "mistakes:Unseeded-v0", SHORT),
-    ("`losses/explained", ppo_continuous_action, "mistakes:Clock-v0", SHORT),
+    ("`Discrete(3): a Box", "my_envs:ReachDiscrete", *CLIPPED),
+    ("`not enough values", "mistakes:OldStep", *CLIPPED),
+    ("`string indices", "mistakes:OldReset", *CLIPPED),
+    ("`reset() got", "mistakes:NoSeed", *CLIPPED),
+    ("`cannot reshape", "mistakes:Sizes", *CLIPPED),
+    ("`float() argument", "mistakes:ADict", *CLIPPED),
+    ("`iteration 0: rewards", "mistakes:NoReward", *CLIPPED),
+    ("`iteration 0: rewards", "mistakes:NoObs", *CLIPPED),
+    ("`return None", "mistakes:Endless", *CLIPPED),
+    ("`100,000 steps", "mistakes:Endless", *REPEATED),
+    ("`got an unexpected", "my_envs:Reach", ppo_continuous_action, f"{SHORT} --capture-video"),
+    ("an exception of", "mistakes:Broken", *CLIPPED),
 ]
+ELSEWHERE = ("`No module named", "``Environment", "one seed gives", "`losses/explained")
 
 
 @pytest.fixture(scope="module")
@@ -473,18 +471,16 @@ def outcome(script, flags: str, capsys) -> str:
 
 
 def test_every_row_is_tried():
-    tried = {first for first, *_ in TOLD}
-    assert {cells[0] for cells in TABLE} == {row(first)[0] for first in tried}
+    tried = {row(first)[0] for first in [*ELSEWHERE, *(told[0] for told in TOLD)]}
+    assert {cells[0] for cells in TABLE} == tried
 
 
-@pytest.mark.parametrize(
-    ("first", "script", "env_id", "flags"), TOLD[:-4], ids=lambda x: str(x)[:20]
-)
+@pytest.mark.parametrize("first, name, script, flags", TOLD, ids=lambda x: str(x)[:20])
 @pytest.mark.usefixtures("mistakes")
-def test_mistakes_and_what_is_said(first, script, env_id, flags, capsys, place):
-    said = outcome(script, f"--env-id {env_id} --run-dir run {flags}", capsys)
+def test_mistakes_and_what_is_said(first, name, script, flags, capsys, place):
+    said = outcome(script, f"--env-id {name}-v0 --run-dir run {flags}", capsys)
     quotes = [quote.strip("`") for quote in re.findall("``.+?``|`.+?`", row(first)[0])]
-    if "NoObs" in env_id:
+    if "NoObs" in name:
         quotes = [quotes[0].replace("rewards", quotes[1])]
     assert said == "my own" if first.startswith("an exc") else quotes[0] in said, said
     if first.startswith(("an exc", "`iteration")):  # a checkpoint of before, from which it goes on
