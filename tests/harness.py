@@ -28,28 +28,28 @@ SEVENS = [7.0] * 39
 # --- commands -------------------------------------------------------------------------------------
 
 
-def ended(call: Callable, *args, **more) -> subprocess.CompletedProcess:
-    """A call's exit code, 0 if it returns, and what it wrote."""
+def ended(call: Callable, *args, code: int = 0, **more) -> subprocess.CompletedProcess:
+    """What a call wrote, which ends with this exit code, or returns if that is 0."""
     out, err = io.StringIO(), io.StringIO()
-    code = 0
+    found = 0
     handler = signal.getsignal(signal.SIGINT)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             call(*args, **more)
         except SystemExit as end:
-            code = end.code or 0
+            found = end.code or 0
         finally:
             signal.signal(signal.SIGINT, handler)
-    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
+    assert found == code, out.getvalue() + err.getvalue()
+    return subprocess.CompletedProcess(args, found, out.getvalue(), err.getvalue())
 
 
 def refused(says: str, call: Callable, *args, **more):
     """The call ends with exit code 2 and one line, which says this."""
-    done = ended(call, *args, **more)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("benchmark: ")
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert says in done.stderr
+    said = ended(call, *args, code=2, **more).stderr
+    assert said.startswith("benchmark: ")
+    assert said.count("\n") == 1, said
+    assert says in said
 
 
 def words(verb: str, **flags) -> list[str]:
@@ -61,11 +61,11 @@ def words(verb: str, **flags) -> list[str]:
     return found
 
 
-def bench(verb: str, **flags) -> subprocess.CompletedProcess:
-    """`python -m benchmark` with these words."""
+def bench(verb: str, code: int = 0, **flags) -> subprocess.CompletedProcess:
+    """`python -m benchmark` with these words, and this exit code."""
     verbs = {"run": run, "verify": verify}
     given = {"prog": "python -m benchmark", "args": words(verb, **flags)}
-    return ended(tyro.extras.subcommand_cli_from_dict, verbs, **given)
+    return ended(tyro.extras.subcommand_cli_from_dict, verbs, code=code, **given)
 
 
 def background(verb: str, **flags) -> subprocess.Popen:

@@ -1,5 +1,6 @@
 """benchmark tune: the search, and studies that are killed, shared or fail"""
 
+import contextlib
 import os
 import re
 import signal
@@ -81,7 +82,7 @@ def test_finds_the_best():
     assert all(starts(trial) == ["s1 new"] for trial in pruned)  # after the first seed
     later = [float(row["score"]) for row in complete if int(row["trial"]) >= 12]
     assert len([score for score in later if score > 80]) >= 0.8 * len(later)
-    assert tuned(**flags).returncode == 0
+    tuned(**flags)
     assert table("study/trials.csv") == rows
     other = {"command": "python toy.py", **FLAGS, **flags, "num_seeds": 3}
     refused("seeds was [1, 2]; give another folder", tune, **other)
@@ -96,7 +97,7 @@ def test_killed_in_mid_trial_and_gone_on(orphan):
     first.wait()
     if orphan == "dies":
         os.kill(script, signal.SIGKILL)
-    assert tuned(command, trials=2).returncode == 0  # waits for one that lives
+    tuned(command, trials=2)  # waits for one that lives
     assert states() == ["complete"] * 2
     begun = ["s1 new", "s2 new"]
     assert starts(0) == begun
@@ -122,7 +123,7 @@ def test_sigterm_leaves_a_study_that_continues():
     assert second.wait(20) == 128 + signal.SIGINT
     assert "Traceback" not in Path("out.txt").read_text()
     assert told(RUNS / "trial-0000-s2/run/checkpoint.pt")[1] == 1  # it was let save
-    assert tuned(command, trials=1).returncode == 0
+    tuned(command, trials=1)
     assert starts(0) == [f"s{s} {how}" for s in (1, 2) for how in ("new", "resumed")]
     assert states() == ["complete"]
     for job in ("trial-0000-s1", "trial-0000-s2"):  # what each run began with, noted once
@@ -143,19 +144,21 @@ def test_two_processes_share_a_study():
 
 
 def test_failures_are_told_and_replaced():
-    done = tuned("python toy.py --fail-above -9", trials=2)
-    assert done.returncode == 1
+    done = tuned("python toy.py --fail-above -9", trials=2, code=1)
     assert "0 of 2 trials done, 0 of them pruned, 2 failed" in done.stdout
     assert done.stderr.count("Toy-v0, seed 1: exit code 1: ") == 2
     assert done.stderr.count(" is too much; study/Toy-v0/toy/trial-") == 2
     assert states() == ["fail"] * 2
     again = {"command": "python toy.py --fail-above 0", "study": Path("other"), "trials": 6}
-    assert tuned(**again).returncode == 1
+    tuned(**again, code=1)
     text = Path("other/trials.csv").read_text()
     failed = text.count(",fail,")
     assert 0 < failed < 6
     assert text.count(",complete,") == 6 - failed
-    assert 0 in (tuned(**again).returncode for _ in range(20))
+    for _ in range(20):  # in the place of each that failed another, which may fail, too
+        with contextlib.suppress(SystemExit):
+            tune(**FLAGS | again | {"prune": False})
+            break
     assert Path("other/trials.csv").read_text().count(",complete,") == 6
 
 
@@ -224,13 +227,13 @@ def test_a_journal_cut_off_goes_on():
     whole = journal.read_bytes()
     for cut in range(1, len(whole), len(whole) // 8):  # as a full disk leaves it, at any byte
         journal.write_bytes(whole[:cut])
-        assert tuned(trials=3).returncode == 0
+        tuned(trials=3)
         assert states() == ["complete"] * 3
         assert "" not in [row["score"] for row in table("study/trials.csv")]
         assert all(line.endswith(b"}\n") for line in journal.read_bytes().splitlines(True))
     Path("starts.txt").unlink()
     journal.write_bytes(whole[: whole.rindex(b"\n", 0, -1) + 5])  # the last trial's end is lost
-    assert tuned(trials=3).returncode == 0
+    tuned(trials=3)
     assert lines("starts.txt") == []  # its runs are not: nothing is trained again
     assert [row["score"] for row in table("study/trials.csv")] == scores
 
