@@ -12,7 +12,8 @@ import pytest
 from program import ROOT, scalars
 from scripts import EVERY, SMALL, train
 
-from benchmark.published import HERE, RESULTS, docs, tables
+from benchmark import data
+from benchmark.published import HERE, RESULTS, curves, docs, tables
 
 TEXTS = [*docs.PAGES, HERE / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 ALL = "".join(page.read_text() for page in docs.PAGES)
@@ -154,6 +155,25 @@ def test_result_tables_by_hand():
     middle = f"{np.mean(scores[2:8]):,.0f}"
     assert cells("clipped-results", "HalfCheetah-v4, 1M")[1].startswith(f"**{middle}** [")
     assert cells("head-to-head-evaluation", "HalfCheetah-v4")[2].startswith(f"**{middle}** [")
+
+
+def test_all_eight_by_hand(monkeypatch):
+    """Normalised and pooled, in the table as in the figure of PPO-CMA beside PPO."""
+    scales = data.read_scales(data.SCALES)
+    pooled = []
+    for env_id in curves.MUJOCO:
+        low, high = scales[env_id].low, scales[env_id].high
+        scores = played(env_id, "ppo_continuous_action", "default", range(201, 211))
+        pooled += [(score - low) / (high - low) for score in scores]
+    row = cells("head-to-head-evaluation", "all eight")
+    assert row[2].startswith(f"{np.mean(sorted(pooled)[20:60]):.2f} [")
+    drawn = []
+    monkeypatch.setattr(curves.report, "save", lambda figure, *_, **__: drawn.append(figure))
+    curves.modes()
+    *each, all_eight = drawn[0].axes
+    assert len(each) == 8
+    cma, ppo = (line.get_ydata()[-1] for line in all_eight.lines)
+    assert (cma, ppo) == pytest.approx((0.566, 0.363), abs=0.001)
 
 
 @pytest.mark.parametrize(
