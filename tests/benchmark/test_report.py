@@ -105,15 +105,6 @@ def test_interval_by_a_loop():
     assert stats.interval(stats.iqm, [np.ones(3)]) == (1, 1)
 
 
-def test_a_curve_is_a_bootstrap_at_each_point():
-    values = np.random.default_rng(0).normal(size=(7, 5)).cumsum(axis=0)
-    middle, (low, high) = stats.iqm(values), stats.interval(stats.iqm, [values], resamples=1000)
-    for k in range(7):
-        assert middle[k] == pytest.approx(np.sort(values[k])[1:4].mean(), **EXACT)
-        ends = stats.interval(stats.iqm, [values[k]], resamples=1000)
-        assert (low[k], high[k]) == pytest.approx(ends, **EXACT)
-
-
 @pytest.mark.parametrize(("seeds", "environments"), stats.COVERAGE)
 def test_coverage(seeds, environments):
     rng, hits, times = np.random.default_rng(seeds), 0, 600
@@ -310,6 +301,7 @@ def test_report_numbers(written, text):
     assert summary["Home-v0", "other", "training", "2,000 steps"]["mean"] == "202"
     assert "Left out, for runs of different lengths: other on Home-v0." in text
     assert "| 1 | other | ppo | 0.20 | [" in text  # CartPole alone: 5 of 25 pairs
+    assert "| Home-v0 | 100.0 | 450.0 | worst and best of these runs |" in text  # its scale
     scaled = (300 - 21.6) / (500 - 21.6)
     assert f"| 1 | ppo | 5 | {scaled:.2f} [" in text
     key = ("env_id", "algorithm", "seed")
@@ -342,11 +334,6 @@ def test_report_shows_seeds_that_never_got_there(text):
     cells = [cell.strip() for cell in half.split("|")]
     assert cells[5] == cells[6].split("; ")[2]  # the median of five is the slowest of three
     assert "452.2 (90 %) | never | never; never; never; never; never | never" in most
-
-
-def test_report_without_a_scale_says_so(text):
-    assert "Where no scale is known" in text
-    assert "| Home-v0 | 100.0 | 450.0 | worst and best of these runs |" in text
 
 
 def test_page_opens_offline(written, text, page):
@@ -577,6 +564,10 @@ def test_a_quoted_command_prints_what_stands_in_the_table(page, command, monkeyp
     names = next(own for own in rows if {env_id for env_id, _ in shown} <= set(own))
     for env_id, iqm in shown:
         assert row[names.index(env_id)].split(" [")[0] == iqm
+
+
+def test_a_command_is_quoted():
+    assert [page.stem for page, _ in quoted()] == ["ppo_continuous_action"]
 
 
 # --- this project's tables ------------------------------------------------------------------------
