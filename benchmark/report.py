@@ -465,7 +465,7 @@ not."""
 GOAL = f"""This is when the mean of the last {GAMES} training episodes, or of at least 20, first
 reached a goal on the normalised scale. A seed that never did counts as later than all others. Time
 is that of training, on the machine named in runs.csv."""
-SCALES = """If no scale is known, the worst and the best of these runs are its ends. Such a scale
+SCALES = """Where no scale is known, the worst and the best of these runs are its ends. Such a scale
 says nothing beyond these runs."""
 COVERED = (f"{100 * p:.0f} % ({seeds} x {envs})" for (seeds, envs), p in stats.COVERAGE.items())
 METHOD = f"""IQM is the interquartile mean: the mean without the lowest and highest quarter of runs,
