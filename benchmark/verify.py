@@ -82,7 +82,6 @@ def policy(run: Path) -> tuple[str, bytes]:
     except Exception as error:  # damage shows in many ways
         raise NotKept(f"{run} has no policy.pt, and no agent in a checkpoint.pt: {error}") from None
     plain = str, int, float, bool
-    plain = str, int, float, bool
     kept |= {name: value for name, value in saved.items() if isinstance(value, plain)}
     kept["agent"] = {name: value.clone() for name, value in kept["agent"].items()}  # no views
     content = io.BytesIO()
