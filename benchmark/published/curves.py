@@ -116,6 +116,12 @@ def anchors(env_id: str) -> list:
     return [x for x in data.read_anchors(data.ANCHORS) if re.sub(r"-v\d$", "", x.env_id) == name]
 
 
+def control() -> list:
+    """CleanRL's on dm_control after 1M steps."""
+    found = data.read_anchors(data.ANCHORS)
+    return [x for x in found if x.env_id.startswith("dm_control/") and x.steps == 1_000_000]
+
+
 def coady(env_id: str) -> dict[int, float]:
     """Coady's published curve, score by episode."""
     own = (x for x in anchors(env_id) if x.project == "Coady" and x.metric.startswith("training"))
@@ -300,6 +306,15 @@ STUDY = {
     "ppo_continuous_action study-target-kl": "`--target-kl 0.02`",
 }
 COADY = {"ppo_kl_adaptive 200k-lam-1": "`--lam 1`: no GAE"}
+EXPLORED = {
+    "ppo_continuous_action explore-log-std-0": "`--log-std-init 0`",
+    "ppo_continuous_action explore-log-std-0.35": "`--log-std-init -0.35`",
+    "ppo_continuous_action explore-8-envs": "`--num-envs 8 --num-steps 256`",
+    "change explore-state-std": "the deviation depends on the state",
+    "change explore-entropy-falls": "an entropy bonus of 0.01 that falls to 0",
+    "change explore-pink-start": "noise correlated in time in the first third",
+    "change explore-least-std": "the deviation stays above a tenth of the box in training",
+}
 for name, lines in sorted(PATCHES.items()):
     if name.startswith("cma-"):
         CHANGES[f"change {name}"] = lines[0]
@@ -310,6 +325,13 @@ for name, lines in sorted(PATCHES.items()):
 STUDIED = ("HalfCheetah-v4", "Walker2d-v4", "Ant-v4", "InvertedDoublePendulum-v4")
 SEEDS = range(101, 104)
 SCREENED = "ppo_continuous_action study", STUDY, STUDIED, "evaluation", SEEDS
+HARD = ("finger-spin", "pendulum-swingup", "walker-run", "hopper-hop", "acrobot-swingup")
+EXPLORING = (
+    "ppo_continuous_action explore-defaults",
+    EXPLORED,
+    tuple(f"dm_control/{task}-v0" for task in HARD),
+    "evaluation",
+)
 FOUND = {x: STUDY[x] for x in STUDY if re.search("fresh|least|study-8|-clip|target", x)}
 FOUND["change least-std+fresh-advantages"] = "both: advantages again, least deviation"
 FOUND["ppo_continuous_action study-std-0.1"] = "the deviation is set back to a twentieth"

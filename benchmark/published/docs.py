@@ -72,7 +72,8 @@ def results(script: str) -> str:
     """A table of a script's committed runs: a row per environment, setting and length."""
     groups = {}
     for run in curves.read(RESULTS):
-        if run.script == script and run.status == "finished" and "study" not in run.variant:
+        studied = re.search("study|explore", run.variant)
+        if run.script == script and run.status == "finished" and not studied:
             groups.setdefault((run.env_id, run.variant, run.budget), []).append(run)
     rows = []
     for (env_id, setting, _), runs in groups.items():

@@ -15,11 +15,6 @@ from benchmark.report import estimate, number, table
 
 SPEED = RESULTS / "speed"
 CLIPPED = "ppo_continuous_action"
-CONTROL = (  # of dm_control; the first four by --rpo-alpha, too
-    *("cheetah-run", "hopper-hop", "reacher-easy", "walker-walk", "acrobot-swingup"),
-    *("cartpole-swingup", "finger-spin", "fish-upright", "humanoid-stand", "pendulum-swingup"),
-    *("quadruped-walk", "walker-run"),
-)
 
 
 def bold(text: str) -> str:
@@ -73,9 +68,11 @@ def control() -> str:
     chances = []
     ours = []
     theirs = []
-    for name in sorted(f"dm_control/{task}-v0" for task in CONTROL):
+    for anchor in sorted(curves.control(), key=lambda anchor: anchor.env_id):
+        name = anchor.env_id
         own, *old = (curves.runs(name, CLIPPED, x) for x in ("default", "no-target-kl"))
-        (anchor,) = (x for x in curves.anchors(name) if x.steps == 1_000_000)
+        if not own:
+            continue
         chances.append(above(own, anchor))
         ours.append(np.mean([run.score("training") for run in own]))
         theirs.append(anchor.score)
@@ -592,7 +589,8 @@ BLOCKS["all-speeds"] = partial(speeds, None, None)
 BLOCKS["saturation"] = saturation
 BLOCKS["lstm-results"] = partial(atari_results, "ppo_atari_lstm")
 ALPHAS = {f"{CLIPPED} rpo-{x}": f"`--rpo-alpha {x}`" for x in (0.01, 0.1, 0.5)}
-ON = *curves.MUJOCO[:4], *(f"dm_control/{task}-v0" for task in CONTROL[:4])
+TASKS = "cheetah-run", "hopper-hop", "reacher-easy", "walker-walk"
+ON = *curves.MUJOCO[:4], *(f"dm_control/{task}-v0" for task in TASKS)
 BLOCKS["rpo"] = partial(ablations, f"{CLIPPED} no-target-kl", ALPHAS, ON, "evaluation")
 CLAIMS = "ppo_kl_adaptive 200k", curves.COADY, curves.CLAIMED
 for metric in report.METRICS:
@@ -602,5 +600,6 @@ for metric in report.METRICS:
     modes = (curves.MODES, curves.MUJOCO)
     for name, studied in {"ablations": parts, "modes": modes}.items():
         BLOCKS |= {f"{name}-{metric}": partial(ablations, "ppo_cma 1M", *studied, metric)}
+BLOCKS["explore"] = partial(ablations, *curves.EXPLORING)
 for name, studied in {"what-matters": curves.SCREENED, "finalists": curves.FINALISTS}.items():
     BLOCKS[name] = partial(ablations, *studied, paid="what_matters-changes")
