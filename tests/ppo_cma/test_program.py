@@ -111,7 +111,7 @@ def test_boxes_that_can_not_be_learned_in_are_refused(low, high, boxed, tmp_path
         train(tmp_path / "run", "--env-id Boxed-v0")
     assert end.value.code == 2
     err = capfd.readouterr().err
-    assert "a finite Box of actions is wanted, its sides from 1e-6 to 1e6" in err
+    assert "a finite Box of actions is needed, its sides from 1e-6 to 1e6" in err
     assert err.count("\n") == 1
     assert not (tmp_path / "run").exists()
     spaces = SimpleNamespace(observation_space=gym.spaces.Box(-1, 1, (3,)), action_space=box)

@@ -222,7 +222,7 @@ def test_a_run_does_not_go_on_with_another_network(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         ppo_pixels.train(ppo_pixels.parse_args(["--resume", str(folder), "--separate-critic"]))
     assert ended.value.code == 2
-    assert "its agent does not fit the environment and the flags" in capsys.readouterr().err
+    assert "does not fit the environment and the flags" in capsys.readouterr().err
     assert content(folder) == before
 
 
