@@ -496,6 +496,7 @@ def test_compare_ends(tmp_path):
     lost = "two finished seeds of one length\n"
     said = ended(compare, old, better, code=1).stderr
     assert said == f"B lacks C-v0 ppo: {lost}B lacks A-v0 seed 5: failed\n"
+    ended(compare, old, better, env_ids=two, code=1)  # for the failed one alone
     assert ended(compare, better, same, code=1).stderr == f"B lacks A-v0 slow: {lost}"
 
 

@@ -337,7 +337,7 @@ SB3 = [
 ]
 THEIRS = {  # what ours are called there
     "num_envs": "n_envs", "num_steps": "n_steps", "update_epochs": "n_epochs", "gamma": "gamma",
-    "gae_lambda": "gae_lambda", "ent_coef": "ent_coef", "vf_coef": "vf_coef", "seed": "seed",
+    "gae_lambda": "gae_lambda", "ent_coef": "ent_coef", "seed": "seed",
     "max_grad_norm": "max_grad_norm", "norm_adv": "normalize_advantage",
 }  # fmt: skip
 
@@ -350,6 +350,7 @@ def test_sb3_has_our_hyper_parameters(script, flags):
     model = peers.sb3_model(module, args)
     same = {ours: getattr(model, theirs) for ours, theirs in THEIRS.items()}
     assert same == {name: getattr(args, name) for name in THEIRS}
+    assert model.vf_coef == args.vf_coef / 2  # its squared error has no 1/2
     assert model.clip_range(0.5) == args.clip_coef
     if args.clip_vloss:
         assert model.clip_range_vf(0.5) == args.clip_coef

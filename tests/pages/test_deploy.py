@@ -151,13 +151,10 @@ VECTORS = {  # the script, its agent, how loud its actor, its network, and a cha
 }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(x, marks=SLOW if x in ("branches", "cma's ppo", "time, choices") else ())
-        for x in VECTORS
-    ],
-)
+RARE = ("branches", "cma's ppo", "time, choices")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(x, marks=[SLOW] * RARE.count(x)) for x in VECTORS])
 def test_vectors(kind, monkeypatch, rng):
     script, make, loud, network, change = VECTORS[kind]
     agent = shaken(make(), loud)
@@ -165,7 +162,7 @@ def test_vectors(kind, monkeypatch, rng):
     inputs = {"obs": rng.standard_normal((ROWS, 5)).astype(np.float32)}
     if script is TIMED:
         inputs["time"] = np.arange(ROWS, dtype=np.float32) * 20
-    expected = agent.act(*inputs.values()) if script is not TIMED else agent.act(**inputs)
+    expected = agent.act(**inputs)
     assert np.ptp(expected, axis=0).min() > (0.1 if network == "actor_mean" else 0.5)
     (actions,) = run("policy", **inputs)
     np.testing.assert_allclose(actions, expected, atol=1e-5)

@@ -14,6 +14,7 @@ from scripts import EVERY, SMALL, train
 
 from benchmark import data
 from benchmark.published import HERE, RESULTS, curves, docs, tables
+from benchmark.speed import summarise
 
 TEXTS = [*docs.PAGES, HERE / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 ALL = "".join(page.read_text() for page in docs.PAGES)
@@ -130,24 +131,16 @@ def episodes(env_id: str, script: str, name: str) -> list[tuple[int, float]]:
 
 
 def test_speed_tables_by_hand():
-    path = tables.SPEED / "ppo_continuous_action-HalfCheetah-v4.csv"
-    table = [line.split(",") for line in path.read_text().splitlines() if line[0] != "#"][1:]
-    rows = {tuple(row[:3]): list(map(float, row[3:])) for row in table}
-    rates = {}
-    for name in ("compiled", "sb3", "bare"):
-        pairs = [(rows[name, k, "short"], rows[name, k, "long"]) for k in "123"]
-        rates[name] = [(long[0] - short[0]) / (long[1] - short[1]) for short, long in pairs]
-    to_sb3, to_bare = (
-        sorted(a / b for a, b in zip(rates["compiled"], rates[name], strict=True))
-        for name in ("sb3", "bare")
-    )
+    table = data.read_csv(tables.SPEED / "ppo_continuous_action-HalfCheetah-v4.csv")
+    found = summarise([tuple(row.values()) for row in table])
+    ours, sb3, bare = (found[name] for name in ("compiled", "sb3", "bare"))
+    low, middle, high = sorted(ours.cpu_rates / sb3.cpu_rates)
     row = cells("all-speeds", "`ppo_continuous_action.py`, HalfCheetah-v4 |")
     assert cells("speeds", "`ppo_continuous_action.py`, HalfCheetah-v4 |") == row[:4]
-    assert row[1] == f"{sorted(rates['compiled'])[1]:,.0f}"
-    assert row[2] == f"**{to_sb3[1]:.1f}** ({to_sb3[0]:.1f} to {to_sb3[2]:.1f})"
-    assert row[3] == f"{to_bare[1]:.2f}"
-    most = max(rows["sb3", k, "long"][3] for k in "123")
-    assert row[5].endswith(f"{most:.0f} MB")
+    assert row[1] == f"{np.median(ours.cpu_rates):,.0f}"
+    assert row[2] == f"**{middle:.1f}** ({low:.1f} to {high:.1f})"
+    assert row[3] == f"{np.median(ours.cpu_rates / bare.cpu_rates):.2f}"
+    assert row[5].endswith(f"{sb3.memory:.0f} MB")
 
 
 def test_result_tables_by_hand():
