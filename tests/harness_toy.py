@@ -49,8 +49,8 @@ def write(name: str, content: str):
 def save(status: str):
     info = {"script": "toy.py", "status": status, "seed": args.seed, "pid": os.getpid()}
     info["args"] = {"env_id": args.env_id, "total_timesteps": args.total_timesteps}
-    write("run.json", json.dumps(info))
     write("checkpoint.pt", json.dumps([vars(args), step]))
+    write("run.json", json.dumps(info))
 
 
 def returns() -> list[float]:

@@ -140,15 +140,10 @@ def test_permutation_test_by_all_labels():
 @pytest.mark.parametrize(
     ("seeds", "least"),
     [
-        ([(3, 3)], 0.1),
-        ([(2, 2)], 1 / 3),
-        ([(5, 5)], 2 / 252),
-        ([(3, 5)], 2 / 56),
-        ([(2, 2), (2, 2)], 2 / 36),
-        ([(2, 3), (2, 2), (3, 2)], 2 / 600),
-        ([(1, 1)], 1.0),
+        ([(1, 1)], 1.0), ([(2, 2)], 1 / 3), ([(3, 3)], 0.1), ([(5, 5)], 2 / 252),
+        ([(3, 5)], 2 / 56), ([(2, 2), (2, 2)], 2 / 36), ([(2, 3), (2, 2), (3, 2)], 2 / 600),
     ],
-)
+)  # fmt: skip
 def test_the_least_p_that_seeds_can_give(seeds, least):
     rng = np.random.default_rng(0)
     for _ in range(40):
@@ -644,15 +639,11 @@ def test_a_committed_run_goes_by_its_program_not_by_the_script_that_imports(tmp_
     assert (run.score("training"), run.score("evaluation")) == (1000.0, 8.0)
 
 
+HARDWARE = [None, "a TPU", [1], {"cpu": None}, {"cpu": {"a": 1}}]
+
+
 @pytest.mark.parametrize(
-    "hardware, cpu",
-    [
-        (None, ""),
-        ("a TPU", "a TPU"),
-        ([1], "[1]"),
-        ({"cpu": None}, ""),
-        ({"cpu": {"a": 1}}, "{'a': 1}"),
-    ],
+    "hardware, cpu", zip(HARDWARE, ["", "a TPU", "[1]", "", "{'a': 1}"], strict=True)
 )
 def test_any_hardware_can_be_told(hardware, cpu, tmp_path):
     write_job(tmp_path, "A-v0", "ppo", 2, 100.0)

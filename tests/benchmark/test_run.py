@@ -504,18 +504,13 @@ def test_what_is_written_is_json(toy):
 @pytest.mark.parametrize(
     "flags, workers, each",
     [
-        ("--env-workers 500", 3, 500),
-        ("--env-workers=500", 3, 500),
-        ("--env_workers=500", 3, 500),
-        ("--env-workers 500 --env-workers 700", 3, 700),
-        (f"--env-workers {CORES + 1}", 1, CORES + 1),
-        (f"--env-workers {CORES}", 1, None),
-        ("--env-workers 1", 3, None),
-        ("--env-workers many", 3, None),
-        ("--env-workers", 3, None),
-        ("--env-workersmith 500", 3, None),
+        ("--env-workers 500", 3, 500), ("--env-workers=500", 3, 500),
+        ("--env_workers=500", 3, 500), ("--env-workers 500 --env-workers 700", 3, 700),
+        (f"--env-workers {CORES + 1}", 1, CORES + 1), (f"--env-workers {CORES}", 1, None),
+        ("--env-workers 1", 3, None), ("--env-workers many", 3, None),
+        ("--env-workers", 3, None), ("--env-workersmith 500", 3, None),
     ],
-)
+)  # fmt: skip
 def test_more_cores_than_there_are(toy, flags, workers, each):
     done = bench(f"python toy.py {flags}", workers=workers, dry_run=[])
     if each is None:

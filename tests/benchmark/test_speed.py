@@ -265,22 +265,13 @@ def test_a_program_without_cpu_time_is_measured_by_the_clock(costs):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"command": ()},
-        {"command": ("",)},
-        {"command": ("python none.py",)},
-        {"command": ("python 'toy.py",)},
-        {"command": ("nosuchprogram",)},
-        {"command": ("python toy.py", "python toy.py")},
-        {"peer": ("python toy.py",)},
-        {"output": Path("toy.py/speed.csv")},
-        {"peer": ("toy=python toy.py",)},
-        {"vary": "num-envs"},
-        {"vary": "3 4"},
-        {"rounds": 0},
-        {"seconds": 0.0},
-        {"warmup_steps": 0},
+        {"command": ()}, {"command": ("",)}, {"command": ("python none.py",)},
+        {"command": ("python 'toy.py",)}, {"command": ("nosuchprogram",)},
+        {"command": ("python toy.py", "python toy.py")}, {"output": Path("toy.py/speed.csv")},
+        {"peer": ("python toy.py",)}, {"peer": ("toy=python toy.py",)}, {"vary": "num-envs"},
+        {"vary": "3 4"}, {"rounds": 0}, {"seconds": 0.0}, {"warmup_steps": 0},
     ],
-)
+)  # fmt: skip
 def test_wrong_input_is_one_line(wrong):
     refused("benchmark: ", speed, **({"command": ("python toy.py",)} | TINY | wrong))
 

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import optuna
@@ -120,9 +121,10 @@ def test_sigterm_leaves_a_study_that_continues():
     running("trial-0000-s2")
     for _ in range(2):  # as under uv; not yet "at once", which kills
         second.send_signal(signal.SIGINT)
+        time.sleep(0.02)
     assert second.wait(20) == 128 + signal.SIGINT
     assert "Traceback" not in Path("out.txt").read_text()
-    assert told(RUNS / "trial-0000-s2/run/checkpoint.pt")[1] == 1  # it was let save
+    assert told(RUNS / "trial-0000-s2/run/checkpoint.pt")[1] > 0  # it was let save
     tuned(command, trials=1)
     assert starts(0) == [f"s{s} {how}" for s in (1, 2) for how in ("new", "resumed")]
     assert states() == ["complete"]
@@ -203,16 +205,10 @@ def test_flags_of_every_kind():
             "x int 1.5 2", "x choice 1", "x choice 1 1", "x flag 1", "x between 0 1",
         )
     ] + [
-        {"search": []},
-        {"search": ["x float 0 1", "x log 1 2"]},
-        {"env_ids": ["Toy-v0", "Toy-v0"]},
-        {"env_ids": ["Toy-v0", "Toy-v1"]},  # without scales
-        {"command": "python none.py"},
-        {"command": "python 'toy.py"},
-        {"command": "python toy.py --seed 1"},
-        {"command": "python toy.py --x=1"},
-        {"trials": 0},
-        {"workers": 0},
+        {"search": []}, {"search": ["x float 0 1", "x log 1 2"]}, {"trials": 0}, {"workers": 0},
+        {"env_ids": ["Toy-v0", "Toy-v0"]}, {"env_ids": ["Toy-v0", "Toy-v1"]},  # without scales
+        {"command": "python none.py"}, {"command": "python 'toy.py"},
+        {"command": "python toy.py --seed 1"}, {"command": "python toy.py --x=1"},
     ],
 )  # fmt: skip
 def test_wrong_input_is_one_line(wrong):
