@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from unittest import mock
 
 import tyro
 
@@ -61,19 +62,24 @@ def words(verb: str, **flags) -> list[str]:
     return found
 
 
+def importable() -> dict[str, str]:
+    """The variable by which other processes, those of Slurm too, find the harness."""
+    return {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+
 def bench(verb: str, code: int = 0, **flags) -> subprocess.CompletedProcess:
     """`python -m benchmark` with these words, and this exit code."""
     verbs = {"run": run, "verify": verify}
     given = {"prog": "python -m benchmark", "args": words(verb, **flags)}
-    return ended(tyro.extras.subcommand_cli_from_dict, verbs, code=code, **given)
+    with mock.patch.dict(os.environ, importable()):
+        return ended(tyro.extras.subcommand_cli_from_dict, verbs, code=code, **given)
 
 
 def background(verb: str, **flags) -> subprocess.Popen:
     """The same in a process of its own, which writes to out.txt."""
     command = [sys.executable, "-m", "benchmark", *words(verb, **flags)]
-    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     out = open("out.txt", "a")  # noqa: SIM115
-    env = os.environ | {"PYTHONPATH": path}
+    env = os.environ | importable()
     return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
 
 
