@@ -11,10 +11,8 @@ else
     {HalfCheetah,Walker2d,Ant,InvertedDoublePendulum,Hopper,Swimmer,Humanoid,Reacher}-v4)
 fi
 explore() { # VARIANT COMMAND
-  for task in "${tasks[@]}"; do
-    bench --results benchmark/published/results/explore --variant "$1" --command "$2" \
-      --start-seed 101 --num-seeds 3 --env-ids "$task"
-  done
+  bench --results benchmark/published/results/explore --variant "$1" --command "$2" \
+    --start-seed 101 --num-seeds 3 --env-ids "${tasks[@]}"
 }
 script="python ppo_continuous_action.py" change="python benchmark/published/studies/change.py"
 
