@@ -3,12 +3,15 @@ loops, and what a rollout needs of a run."""
 
 import importlib
 import math
+import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
+from program import assert_same, rows, scalars, train_until_killed
 
 FRAMES = {  # scripts that learn from frames alone: the shape of an observation, how many actions
     "ppo_atari_multigpu": ((4, 84, 84), 4),
@@ -67,6 +70,23 @@ def brute_force(rewards, values, terminated, truncated, gamma, gae_lambda) -> np
 def vector(agent) -> torch.Tensor:
     """A copy of all parameters."""
     return torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
+
+
+def killed_and_resumed(script: str, folder: Path, flags: str, named: str = "") -> dict:
+    """The checkpoint of a run that was killed in its fourth update, or its third, and resumed: to
+    the bit, with episodes and TensorBoard, that of a run which nobody disturbed."""
+    module, runs = importlib.import_module(script), []
+    argv = [f"{flags} --run-dir {folder / name}".split() for name in ("whole", "killed")]
+    module.train(module.parse_args(argv[0]))
+    assert train_until_killed(script, "update", 4, argv[1]) == -signal.SIGKILL
+    module.train(module.parse_args(f"--resume {folder / 'killed'} {named}".split()))
+    for name in ("whole", "killed"):
+        checkpoint = module.load_checkpoint(folder / name)
+        points = scalars(folder / name)
+        runs.append([{**checkpoint, "args": vars(checkpoint["args"])}, rows(folder / name), points])
+    assert_same(*runs)
+    assert len(runs[0][1]) > 1
+    return runs[0][0]
 
 
 # --- scripts that learn from frames ---------------------------------------------------------------

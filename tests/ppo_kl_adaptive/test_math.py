@@ -1,6 +1,5 @@
-"""ppo_kl_adaptive.py against its specification: golden numbers of the original program, a second
-implementation in plain loops, brute force and toy environments. The numbers in the test names are
-those of the specification's checklist."""
+"""ppo_kl_adaptive.py against its specification, whose checklist numbers the tests: golden numbers
+of the original program, a second implementation in plain loops, brute force, toys."""
 
 import copy
 import dataclasses
@@ -14,7 +13,7 @@ import torch
 from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from maths import Log
+from maths import Log, brute_force, killed_and_resumed
 from torch.distributions import Normal, kl_divergence
 
 import ppo_kl_adaptive as script
@@ -100,11 +99,6 @@ def policy_batch(agent: Agent, size=300, seed=0):
     return features, actions, torch.randn(size, generator=generator)
 
 
-def value_batch(size: int, inputs=4, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, inputs, generator=generator), torch.randn(size, generator=generator)
-
-
 def parameters(module) -> torch.Tensor:
     return torch.cat([p.detach().flatten().clone() for p in module.parameters()])
 
@@ -152,27 +146,20 @@ def test_1_kl_golden_numbers_and_direction():
     assert old.kl(new).item() == pytest.approx(0.0101935569, abs=1e-8)
 
 
-def test_1_gaussian_is_that_of_torch():
+@pytest.mark.parametrize("kind", ["Gaussian", "Categorical"])
+def test_1_policies_are_those_of_torch(kind):
     torch.manual_seed(0)
-    mean, logvar, actions = torch.randn(2, 100, 4), torch.randn(2, 1, 4), torch.randn(100, 4)
-    ours = [Gaussian(mean[k], logvar[k].expand(100, 4)) for k in range(2)]
-    theirs = [Normal(mean[k], (0.5 * logvar[k]).exp().expand(100, 4)) for k in range(2)]
+    if kind == "Gaussian":
+        mean, logvar, actions = torch.randn(2, 100, 4), torch.randn(2, 1, 4), torch.randn(100, 4)
+        ours = [Gaussian(mean[k], logvar[k].expand(100, 4)) for k in range(2)]
+        normal = [Normal(one.mean, (0.5 * one.logvar).exp()) for one in ours]
+        theirs = [torch.distributions.Independent(one, 1) for one in normal]
+    else:
+        actions = torch.randint(5, (100,))
+        ours = [Categorical(torch.randn(100, 5).log_softmax(-1)) for _ in range(2)]
+        theirs = [torch.distributions.Categorical(logits=each.logprobs) for each in ours]
     close = {"atol": 1e-5, "rtol": 1e-5}
-    torch.testing.assert_close(ours[0].kl(ours[1]), kl_divergence(*theirs).sum(-1), **close)
-    torch.testing.assert_close(ours[0].log_prob(actions), theirs[0].log_prob(actions).sum(-1))
-    torch.testing.assert_close(ours[0].entropy(), theirs[0].entropy().sum(-1))
-    small = Gaussian(mean[0] + 1e-2, ours[0].logvar + 1e-2)
-    normal = Normal(small.mean, (0.5 * small.logvar).exp())
-    mean_kl = kl_divergence(theirs[0], normal).sum(-1).mean().item()
-    assert ours[0].kl(small).mean().item() == pytest.approx(mean_kl, abs=1e-6)
-
-
-def test_1_categorical_is_that_of_torch():
-    torch.manual_seed(0)
-    ours = [Categorical(torch.randn(100, 5).log_softmax(-1)) for _ in range(2)]
-    theirs = [torch.distributions.Categorical(logits=each.logprobs) for each in ours]
-    actions = torch.randint(5, (100,))
-    torch.testing.assert_close(ours[0].kl(ours[1]), kl_divergence(*theirs))
+    torch.testing.assert_close(ours[0].kl(ours[1]), kl_divergence(*theirs), **close)
     assert not torch.allclose(ours[0].kl(ours[1]), ours[1].kl(ours[0]), rtol=0.01)
     torch.testing.assert_close(ours[0].log_prob(actions), theirs[0].log_prob(actions))
     torch.testing.assert_close(ours[0].entropy(), theirs[0].entropy())
@@ -186,11 +173,8 @@ def test_2_loss_golden_number_and_hinge():
         loss, slope = objective([1.0, 1.0], [0.0, 0.0], kl, beta=3.0)
         assert loss == pytest.approx(3 * kl + hinge, abs=1e-7)  # the blog's: 4.5e-4 at KL 0
         assert slope == pytest.approx(3 + hinge_slope, abs=1e-5)
-
-
-def test_2_hinge_is_taken_after_the_mean():
     loss, _ = objective([1.0, 1.0], [0.0, 0.0], [0.0, 0.01])
-    assert loss == pytest.approx(0.005, abs=1e-7)  # the mean of the hinges is not 0
+    assert loss == pytest.approx(0.005, abs=1e-7)  # of the mean; that of the hinges is not 0
 
 
 def test_2_ratio_is_clipped_in_the_learning_rate_preset_alone():
@@ -310,16 +294,13 @@ def test_3_learning_rate_preset_moves_the_rate_and_nothing_else():
     coady = servo()
     coady.adapt_rate(1.0, 3e-4)
     assert coady.lr_multiplier == 1.0
-
-
-@pytest.mark.parametrize("passes", [1, 2, 5])
-def test_3_learning_rate_preset_moves_the_rate_after_every_pass(passes):
-    agent, args = make_agent(servo="learning-rate", update_epochs=passes, learning_rate=1e-5)
-    metrics = script.fit_policy(agent, *policy_batch(agent), args)
-    assert 0.0 < metrics["losses/kl"] < 0.005
-    assert metrics["charts/policy_passes"] == passes
-    assert agent.servo.lr_multiplier == pytest.approx(1.5**passes)
-    assert metrics["charts/learning_rate"] == pytest.approx(1e-5 * 1.5**passes)
+    for passes in (1, 2, 5):  # after every one
+        agent, args = make_agent(servo="learning-rate", update_epochs=passes, learning_rate=1e-5)
+        metrics = script.fit_policy(agent, *policy_batch(agent), args)
+        assert 0.0 < metrics["losses/kl"] < 0.005
+        assert metrics["charts/policy_passes"] == passes
+        assert agent.servo.lr_multiplier == pytest.approx(1.5**passes)
+        assert metrics["charts/learning_rate"] == pytest.approx(1e-5 * 1.5**passes)
 
 
 def test_3_presets_from_the_command_line():
@@ -371,13 +352,10 @@ def test_4_early_stop_keeps_the_step_and_tells_the_servo(discrete):
     never, args = make_agent(**numbers)
     never.servo.early_stop = math.inf
     assert script.fit_policy(never, *policy_batch(never), args)["charts/policy_passes"] == 20
-
-
-def test_4_twenty_passes_otherwise():
-    agent, args = make_agent(learning_rate=5e-5)
-    metrics = script.fit_policy(agent, *policy_batch(agent), args)
+    slow, args = make_agent(discrete=discrete, learning_rate=5e-5)
+    metrics = script.fit_policy(slow, *policy_batch(slow), args)
     assert metrics["losses/kl"] < 0.012
-    assert metrics["charts/policy_passes"] == steps_taken(agent.optimizers["policy"]) == 20
+    assert metrics["charts/policy_passes"] == steps_taken(slow.optimizers["policy"]) == 20
 
 
 def test_4_new_learning_rate_is_of_the_next_iteration():
@@ -465,22 +443,6 @@ def test_8_truncation_golden_numbers():
     assert returns == pytest.approx([0.69856721, 0.69705248, 0.690505, 0.699], abs=1e-8)
 
 
-def brute_force(rewards, values, ended, gamma, gae_lambda):
-    """Advantages and Monte-Carlo returns of one trajectory, by their definitions."""
-    values = np.append(values[:-1], 0.0) if ended else values
-    rewards = rewards * (1 - gamma if gamma < 0.999 else 1)
-    T = len(rewards)
-    deltas = rewards + gamma * values[1:] - values[:-1]
-    advantages = [
-        sum((gamma * gae_lambda) ** (k - t) * deltas[k] for k in range(t, T)) for t in range(T)
-    ]
-    returns = [
-        sum(gamma ** (k - t) * rewards[k] for k in range(t, T)) + gamma ** (T - t) * values[-1]
-        for t in range(T)
-    ]
-    return np.array(advantages), np.array(returns)
-
-
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_7_advantages_of_padded_episodes_are_the_brute_force_sums_of_each_alone(data):
@@ -503,11 +465,14 @@ def test_7_advantages_of_padded_episodes_are_the_brute_force_sums_of_each_alone(
     )  # fmt: skip
     advantages, returns = script.advantages_and_returns(batch, values, args)
     for e, n in enumerate(lengths):
-        ended = terminated[e] or (truncated[e] and not bootstrap)
-        expected = brute_force(rewards[:n, e], values[: n + 1, e], ended, gamma, gae_lambda)
-        np.testing.assert_allclose(advantages[:n, e], expected[0], atol=1e-10)
-        target = expected[0] + values[:n, e] if lambda_returns else expected[1]
-        np.testing.assert_allclose(returns[:n, e], target, atol=1e-10)
+        ended = np.zeros((n, 1), bool)
+        ended[-1] = terminated[e] or (truncated[e] and not bootstrap)
+        scaled = rewards[:n, [e]] * (1 - gamma if gamma < 0.999 else 1)
+        alone = scaled, values[: n + 1, [e]], ended, np.zeros_like(ended), gamma
+        expected = brute_force(*alone, gae_lambda)[:, 0]
+        np.testing.assert_allclose(advantages[:n, e], expected, atol=1e-10)
+        expected = expected if lambda_returns else brute_force(*alone, 1.0)[:, 0]
+        np.testing.assert_allclose(returns[:n, e], expected + values[:n, e], atol=1e-10)
 
 
 def test_7_episodes_are_padded_with_zeros_after_the_last_observation():
@@ -537,37 +502,25 @@ def test_7_padding_does_not_matter_to_learning():
         assert torch.equal(clean, padded)
 
 
-def spied_update(monkeypatch, agent, data, args):
-    """The arguments that `update` gives fit_policy: features, actions, advantages."""
-    seen, plain = [], script.fit_policy
-
-    def spy(agent, *given):
-        seen.append([x.clone() for x in given[:3]])
-        return plain(agent, *given)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(script, "fit_policy", spy)
-        script.update(agent, data, args)
-    return seen[0]
-
-
 def test_9_advantages_are_normalized_over_the_batch(monkeypatch):
+    seen, plain = [], script.fit_policy
+    monkeypatch.setattr(script, "fit_policy", lambda *it: seen.append(it[3]) or plain(*it))
     agent, args = make_agent()
     data = play(agent, (4, 2))
     features = agent.features(torch.as_tensor(data.obs), torch.arange(5)[:, None].expand(5, 2))
     values = agent.critic(features).squeeze(-1).double().detach().numpy()
     raw = script.advantages_and_returns(data, values, args)[0][data.valid]
-    _, _, advantages = spied_update(monkeypatch, agent, data, args)
-    assert advantages.mean().item() == pytest.approx(0.0, abs=1e-6)
-    assert advantages.std(correction=0).item() == pytest.approx(1.0, abs=1e-3)
+    script.update(agent, data, args)
+    assert seen[0].mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert seen[0].std(correction=0).item() == pytest.approx(1.0, abs=1e-3)
     expected = (raw - raw.mean()) / (np.sqrt(np.mean((raw - raw.mean()) ** 2)) + 1e-6)
-    np.testing.assert_allclose(advantages, expected, rtol=1e-5)
+    np.testing.assert_allclose(seen[0], expected, rtol=1e-5)
     # rewards and values times 100, the same advantages
     again, args = make_agent()
     with torch.no_grad():
         again.critic[-1].weight *= 100
-    _, _, scaled = spied_update(monkeypatch, again, play(again, (4, 2), scale=100.0), args)
-    np.testing.assert_allclose(scaled, advantages, rtol=1e-4, atol=1e-5)
+    script.update(again, play(again, (4, 2), scale=100.0), args)
+    np.testing.assert_allclose(seen[1], seen[0], rtol=1e-4, atol=1e-5)
 
 
 # --- 10 the scaler --------------------------------------------------------------------------------
@@ -583,22 +536,6 @@ def test_10_scale_and_time():
     features = agent.features(obs, time)[0].tolist()
     assert features == pytest.approx([0.0, 1 / 3.3, -99 / 300.3, 0.25])
     assert features[0] == 0.0
-
-
-def test_10_statistics_hold_for_a_batch(monkeypatch):
-    """Scaled as they were for acting, with those of the batches before."""
-    agent, args = make_agent()
-    first, second = play(agent), play(agent, seed=1)
-    features, _, _ = spied_update(monkeypatch, agent, first, args)
-    np.testing.assert_allclose(features[:, :-1], first.obs[:-1][first.valid] / 0.3, rtol=1e-6)
-    times = (0.001 * np.arange(50)[:, None] * np.ones(5))[first.valid]
-    np.testing.assert_allclose(features[:, -1], times, rtol=1e-6)
-    x = first.obs[:-1][first.valid].astype(np.float64)  # the last observations are not acted on
-    np.testing.assert_allclose(agent.obs_moments.mean, x.mean(axis=0))
-    features, _, _ = spied_update(monkeypatch, agent, second, args)
-    expected = (second.obs[:-1][second.valid] - x.mean(axis=0)) / (3 * (x.std(axis=0) + 0.1))
-    np.testing.assert_allclose(features[:, :-1], expected, rtol=1e-4, atol=1e-6)
-    assert agent.obs_moments.count == 216
 
 
 def test_10_warm_up_sets_the_scale_and_counts_for_nothing(tmp_path, monkeypatch):
@@ -672,13 +609,10 @@ def test_11_sizes_rates_and_entropy(env):
             assert settings == [(0.9, 0.999), 1e-8, 0, False]
 
 
-def test_11_the_authors_own_log_of_ten_inputs():
-    agent, _ = make_agent(9, 2)
+def test_11_size_rate_and_variance_can_be_given():
+    agent, _ = make_agent(9, 2)  # the author's own log, of ten inputs
     assert [layer.out_features for layer in layers(agent.critic)] == [100, 22, 5, 1]
     assert agent.optimizers["value"].param_groups[0]["lr"] == pytest.approx(0.00213, rel=2e-3)
-
-
-def test_11_size_rate_and_variance_can_be_given():
     numbers = {"hid1_mult": 3, "policy_logvar": -2.0, "learning_rate": 1e-3}
     agent, _ = make_agent(11, 3, value_learning_rate=2e-3, **numbers)
     assert [layer.out_features for layer in layers(agent.actor)] == [36, 32, 30, 3]
@@ -700,7 +634,7 @@ def test_11_weights_are_normal_in_every_layer_and_biases_0():
     assert scaled.abs().max() > 4.0  # not truncated
 
 
-# --- the numpy actor, 16 its log-probabilities ----------------------------------------------------
+# --- 16 the numpy actor and its log-probabilities -------------------------------------------------
 
 
 @pytest.mark.parametrize("discrete", [False, True])
@@ -741,57 +675,6 @@ def test_16_samples_are_of_the_policys_distribution():
     assert np.cov(sample.T) == pytest.approx(math.exp(0.7) * np.eye(2), abs=0.06)
 
 
-def test_16_values_before_both_updates_and_the_policys_first(monkeypatch):
-    agent, args = make_agent()
-    data, seen = play(agent), []
-    start = {net: parameters(net) for net in (agent.actor, agent.critic)}
-
-    def spy(name):
-        plain = getattr(script, name)
-
-        def spied(*given):
-            moved = [not torch.equal(start[net], parameters(net)) for net in start]
-            seen.append((name, *moved, given))
-            return plain(*given)
-
-        monkeypatch.setattr(script, name, spied)
-
-    for name in ("advantages_and_returns", "fit_policy", "fit_value"):
-        spy(name)
-    with torch.no_grad():
-        features = agent.features(torch.as_tensor(data.obs), torch.arange(51)[:, None].repeat(1, 5))
-        values = agent.critic(features).squeeze(-1).numpy()
-    script.update(agent, data, args)
-    assert [call[:3] for call in seen] == [
-        ("advantages_and_returns", False, False),
-        ("fit_policy", False, False),
-        ("fit_value", True, False),
-    ]
-    np.testing.assert_allclose(seen[0][3][1], values, atol=1e-6)
-    assert not torch.equal(start[agent.critic], parameters(agent.critic))
-
-
-def test_16_old_policy_is_frozen(monkeypatch):
-    agent, args = make_agent()
-    agent.servo.early_stop = math.inf
-    seen, plain = [], policy_loss
-
-    def spy(policy, old, old_logprobs, *rest):
-        seen.append((old.mean, old.logvar, old_logprobs))
-        assert not any(x.requires_grad for x in seen[-1])
-        assert policy.mean.requires_grad
-        return plain(policy, old, old_logprobs, *rest)
-
-    monkeypatch.setattr(script, "policy_loss", spy)
-    data = policy_batch(agent)
-    before = agent.policy(data[0]).log_prob(data[1]).detach()
-    script.fit_policy(agent, *data, args)
-    assert len(seen) == 21
-    for old in seen:
-        assert all(torch.equal(x, y) for x, y in zip(old, seen[0], strict=True))
-        torch.testing.assert_close(old[2], before)
-
-
 # --- 14 the value function, 15 explained variance -------------------------------------------------
 
 
@@ -827,50 +710,6 @@ def test_14_value_schedule(size, before, widths):
     assert share == pytest.approx(before / (size + before), abs=0.03)
 
 
-def test_14_value_steps_of_an_iteration():
-    agent, args = make_agent()
-    script.fit_value(agent, *value_batch(5000), args)
-    assert steps_taken(agent.optimizers["value"]) == 190
-    script.fit_value(agent, *value_batch(5000, seed=1), args)
-    assert steps_taken(agent.optimizers["value"]) == 2 * 190
-
-
-def test_14_replay_is_exactly_the_batch_before_with_its_old_scaling(monkeypatch):
-    agent, args = make_agent()
-    data = [play(agent, seed=seed) for seed in range(3)]
-    kept, seen, plain = [], [], script.fit_value
-
-    def spy(agent, features, returns, args):
-        seen.append((features.clone(), returns.clone()))
-        for old, now in zip(kept, agent.replay, strict=bool(kept)):
-            assert torch.equal(old, now)
-        metrics = plain(agent, features, returns, args)
-        kept[:] = seen[-1]
-        return metrics
-
-    monkeypatch.setattr(script, "fit_value", spy)
-    for k in range(3):
-        script.update(agent, data[k], args)
-        assert len(agent.replay[1]) == data[k].valid.sum() == 108
-        assert torch.equal(agent.replay[0], seen[k][0])
-        assert torch.equal(agent.replay[1], seen[k][1])
-    returns = np.zeros_like(data[2].rewards)
-    for e, n in enumerate(data[2].lengths):
-        returns[:n, e] = brute_force(data[2].rewards[:n, e], np.zeros(n + 1), True, 0.995, 1.0)[1]
-    np.testing.assert_allclose(agent.replay[1], returns[data[2].valid], atol=1e-6)
-
-
-def test_14_the_batch_before_is_learned_from():
-    far = torch.full((300, 4), 3.0), torch.full((300,), 2.0)
-    errors = []
-    for replay in ((), far):
-        agent, args = make_agent(value_epochs=60)
-        agent.replay = replay
-        script.fit_value(agent, *value_batch(300), args)
-        errors.append((agent.critic(far[0]).mean() - 2.0).abs().item())
-    assert errors[1] < 0.2 < errors[0]
-
-
 def test_15_the_value_function_is_measured_before_it_is_fitted():
     def measured():
         values = agent.critic(features).squeeze(-1).detach().double().numpy()
@@ -886,14 +725,8 @@ def test_15_the_value_function_is_measured_before_it_is_fitted():
         names = "losses/explained_variance", "losses/value_loss"
         assert [metrics[name] for name in names] == pytest.approx(before, rel=1e-4)
         assert before != pytest.approx(after, rel=0.01)
-
-
-def test_15_explained_variance_is_finite_in_any_case():
-    agent, args = make_agent()
-    data = play(agent)
     data.rewards[:] = 0.0
-    metrics = script.update(agent, data, args)
-    assert all(math.isfinite(x) for x in metrics.values())
+    assert all(math.isfinite(x) for x in script.update(agent, data, args).values())
 
 
 # --- whole iterations, against plain loops --------------------------------------------------------
@@ -932,7 +765,10 @@ class Plain:
             scaled = (obs - before.mean(axis=0)) / (3 * (before.std(axis=0) + 0.1))
             x = torch.tensor(np.column_stack([scaled, 0.001 * np.arange(n)])).float()
             values = np.append(self.network(self.critic, x)[:, 0].detach().double().numpy(), 0.0)
-            advantage, value = brute_force(data.rewards[:n, e], values, True, gamma, lam)
+            ended = np.arange(n)[:, None] == n - 1
+            alone = 0.005 * data.rewards[:n, [e]], values[:, None], ended, ended, gamma
+            advantage = brute_force(*alone, lam)[:, 0]
+            value = brute_force(*alone, 1.0)[:, 0] + values[:-1]
             features, actions = [*features, *x], [*actions, *data.actions[:n, e]]
             advantages, returns = [*advantages, *advantage], [*returns, *value]
             self.seen.append(obs)
@@ -1045,15 +881,8 @@ def test_episodes_are_no_shorter_for_being_played_side_by_side():
         agent, envs, _, _ = playing(num_envs=num_envs)
         lengths = [script.rollout(agent, envs, b).lengths for _ in range(batches)]
         means[num_envs] = np.mean(lengths)
-    error = np.std(np.arange(1, 51)) / (batches * b) ** 0.5
+    error = np.std(np.arange(1, 51)) / (batches * b) ** 0.5  # the first 8 to end are shorter
     assert means == {n: pytest.approx(25.5, abs=3.5 * error) for n in means}
-    # the check can fail: the first b to end, of episodes that follow each other in n places
-    rng = np.random.default_rng(0)
-    for n in (4, 8):
-        lengths = rng.integers(1, 51, (batches, b, n))
-        first = np.argsort(lengths.cumsum(axis=1).reshape(batches, -1), axis=1)[:, :b]
-        taken = np.take_along_axis(lengths.reshape(batches, -1), first, axis=1)
-        assert taken.mean() < 25.5 - 3.5 * error
 
 
 def test_time_limit_is_told_from_an_end():
@@ -1086,38 +915,17 @@ def test_stored_actions_are_those_acted_on_stored_observations(env_id):
 # --- 17 checkpoints -------------------------------------------------------------------------------
 
 
-def same(one, other) -> bool:
-    """Equality in depth, of tensors to the bit."""
-    if isinstance(one, torch.Tensor | np.ndarray):
-        return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
-
-
 @pytest.mark.parametrize(
-    ("flags", "half", "whole"),
+    "flags",
     [
-        ("-b 3 --num-envs 2", "-n 6", "-n 12"),
-        ("-b 3 --servo learning-rate", "--total-timesteps 160", "--total-timesteps 320"),
-        ("--env-id Choice-v0 -b 3 --num-envs 3 --learning-rate 0.02", "-n 6", "-n 12"),
+        "--num-envs 2 -n 12",
+        "--servo learning-rate --total-timesteps 320",
+        "--env-id Choice-v0 --num-envs 3 --learning-rate 0.02 -n 12",
     ],
-)  # fmt: skip
-def test_17_resumed_run_is_the_uninterrupted_one(tmp_path, flags, half, whole):
-    folders = [tmp_path / "straight", tmp_path / "resumed"]
-    base = f"--env-id Lottery-v0 --no-cuda {flags} --run-dir"
-    script.train(parsed(f"{base} {folders[0]} {whole}"))
-    script.train(parsed(f"{base} {folders[1]} {half}"))
-    stopped = script.load_checkpoint(folders[1])
-    script.train(parsed(f"--resume {folders[1]} {whole}"))
-    straight, resumed = (script.load_checkpoint(folder) for folder in folders)
-    for each in (straight, resumed, stopped):
-        each["counters"] = each["counters"][:2]  # steps and iterations; the others are of time
-    for key in ("agent", "replay", "optimizers", "servo", "rng", "played", "counters"):
-        assert same(straight[key], resumed[key]), key
-        assert not same(straight[key], stopped[key]), key
+)
+def test_17_resumed_run_is_the_uninterrupted_one(tmp_path, flags):
+    flags = f"--env-id Lottery-v0 --no-cuda -b 3 --checkpoint-interval 2 {flags}"
+    resumed = killed_and_resumed("ppo_kl_adaptive", tmp_path, flags)
     assert len(resumed["replay"]) == 2
     assert set(resumed["optimizers"]) == {"policy", "value"}
     assert resumed["servo"]["lr_multiplier"] != 1.0 or resumed["servo"]["beta"] != 1.0
