@@ -39,6 +39,11 @@ class Log:
         self.rows += [(self.global_step, score, length) for _, score, length in ended]
 
 
+def returns(folder: Path) -> list[float]:
+    """Of a run's training episodes."""
+    return [float(score) for _, score, _ in rows(folder)[1:]]
+
+
 def random_ends(rng, T: int, N: int, first=None):
     """Terminated, truncated and valid [T, N] of episodes that end now and then, each end followed
     by a row of junk. `first` [N] is False where the first row is one."""
@@ -73,8 +78,8 @@ def vector(agent) -> torch.Tensor:
 
 
 def killed_and_resumed(script: str, folder: Path, flags: str, named: str = "") -> dict:
-    """The checkpoint of a run that was killed in its fourth update, or its third, and resumed: to
-    the bit, with episodes and TensorBoard, that of a run which nobody disturbed."""
+    """The checkpoint of a run that was killed in its fourth update and resumed: to the bit, with
+    episodes and TensorBoard, that of a run which nobody disturbed."""
     module, runs = importlib.import_module(script), []
     argv = [f"{flags} --run-dir {folder / name}".split() for name in ("whole", "killed")]
     module.train(module.parse_args(argv[0]))
