@@ -94,6 +94,21 @@ def killed_and_resumed(script: str, folder: Path, flags: str, named: str = "") -
     return runs[0][0]
 
 
+class Told(gym.Env):
+    """Pays and ends as told, in each step by the next of `rows`."""
+
+    observation_space = action_space = gym.spaces.Box(-1, 1, (1,))
+
+    def __init__(self, rows):
+        self.rows = iter(rows)
+
+    def reset(self, seed=None, options=None):
+        return np.zeros(1), {}
+
+    def step(self, action):
+        return np.zeros(1), *next(self.rows), {}
+
+
 # --- scripts that learn from frames ---------------------------------------------------------------
 
 
@@ -117,6 +132,39 @@ def frames_agent(script: str, args, louder: float = 0.0):
     else:
         agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)
     return agent
+
+
+class Player:
+    """Games of a script that learns from frames, an agent and its memory; `roll()` is the next
+    rollout, which `act` may record."""
+
+    def __init__(self, script: str, args, louder: float = 0.0, device: str = "cpu", **how):
+        self.module, self.args, self.log, self.how = (
+            importlib.import_module(script),
+            args,
+            Log(),
+            how,
+        )
+        whole = script in ("ppo_procgen", "ppo_pettingzoo_ma_atari")
+        which = args.num_envs if whole else slice(0, args.num_envs)
+        self.envs = self.module.Envs(args, how.pop("which", which))
+        self.agent = frames_agent(script, args, louder).to(device)
+        self.more = []
+        if hasattr(self.agent, "initial_state"):
+            self.state = self.agent.initial_state(args.num_envs)
+        if hasattr(self.module, "start"):
+            self.agent.adam = self.module.flat_adam(self.agent)
+            self.more = self.module.start(self.agent, self.envs, args)
+
+    def roll(self):
+        """A Rollout; `state` is the memory after it."""
+        if hasattr(self, "state"):
+            given = self.agent, self.envs, self.state, self.log, self.args
+            data, self.state = self.module.rollout(*given)
+            return data
+        given = self.agent, self.envs, *self.more, self.log, self.args
+        data = self.module.rollout(*given, **self.how)
+        return self.more[1] if self.more else data
 
 
 def see_coarsely(monkeypatch, script: str):

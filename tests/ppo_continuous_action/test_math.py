@@ -178,51 +178,6 @@ def test_junk_transitions_reach_nothing(script):
 # --- normalisers ----------------------------------------------------------------------------------
 
 
-class Told(gym.Env):
-    """Pays and ends as told, in each step by the next of `rows`."""
-
-    observation_space, action_space = Clock.observation_space, BOX
-
-    def __init__(self, rows):
-        self.rows = iter(rows)
-
-    def reset(self, seed=None, options=None):
-        return np.zeros(2), {}
-
-    def step(self, action):
-        reward, terminated, truncated = next(self.rows)
-        return np.zeros(2), reward, terminated, truncated, {}
-
-
-def test_reward_scaling_by_the_loop_it_stands_for():
-    """Traps 12, 13, 14: one scale for all environments, from returns that end with the episode,
-    whatever ended it; no mean is subtracted; junk rows do not count."""
-    script, T, N = ppo_continuous_action, 100, 3
-    args, _, agent = set_up(script, num_envs=N, num_steps=T, gamma=0.9)
-    local = np.random.default_rng(0)
-    ends, pays = local.random((2, N, 2 * T)) < 0.1, local.normal(3.0, 20.0, (N, 2 * T))
-    for i, pay in enumerate([-1e4, 1e4]):  # to be clipped
-        pays[i, ends[:, i].any(axis=0).argmax()] = pay
-    told = [list(zip(pays[i], *ends[:, i], strict=True)) for i in range(N)]
-    envs = script.Envs([Told(rows) for rows in told], args, range(N))
-    left, seen, running, over = [iter(rows) for rows in told], [], np.zeros(N), np.zeros(N, bool)
-    for k in range(2):
-        data, rewards = script.rollout(agent, envs, Log(), args), np.zeros((T, N))
-        for t, i in np.ndindex(T, N):
-            assert data.valid[t, i] == (not over[i])
-            if over[i]:
-                running[i], over[i] = 0.0, False
-                continue
-            rewards[t, i], *flags = next(left[i])
-            assert flags == [data.terminated[t, i], data.truncated[t, i]]
-            running[i], over[i] = 0.9 * running[i] + rewards[t, i], any(flags)
-            seen.append(running[i])
-        expected = np.clip(rewards / np.sqrt(np.var(seen) + 1e-8), -10, 10)
-        np.testing.assert_allclose(data.rewards, expected, rtol=1e-9)
-        np.testing.assert_allclose(envs.discounted, running)
-        assert k or [data.rewards.min(), data.rewards.max()] == [-10.0, 10.0]
-
-
 def test_observations_are_normalized_and_clipped():
     """Traps 5, 11: the same for every observation, and from the agent's own buffers."""
     args, envs, agent = set_up(ppo_continuous_action)
