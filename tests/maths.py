@@ -77,9 +77,9 @@ def vector(agent) -> torch.Tensor:
     return torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
 
 
-def killed_and_resumed(script: str, folder: Path, flags: str, named: str = "") -> dict:
+def killed_and_resumed(script, folder: Path, flags: str, named: str = "", least: int = 1) -> dict:
     """The checkpoint of a run that was killed in its fourth update and resumed: to the bit, with
-    episodes and TensorBoard, that of a run which nobody disturbed."""
+    episodes, at the least so many, and TensorBoard, that of a run which nobody disturbed."""
     module, runs = importlib.import_module(script), []
     argv = [f"{flags} --run-dir {folder / name}".split() for name in ("whole", "killed")]
     module.train(module.parse_args(argv[0]))
@@ -90,7 +90,7 @@ def killed_and_resumed(script: str, folder: Path, flags: str, named: str = "") -
         points = scalars(folder / name)
         runs.append([{**checkpoint, "args": vars(checkpoint["args"])}, rows(folder / name), points])
     assert_same(*runs)
-    assert len(runs[0][1]) > 1
+    assert len(runs[0][1]) > least
     return runs[0][0]
 
 

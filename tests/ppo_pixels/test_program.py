@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from program import assert_same, content, rows, train_until_killed
+from maths import killed_and_resumed
+from program import content
+from scripts import refused
 
 import ppo_pixels
 
@@ -79,28 +81,17 @@ def checkpoint(folder: Path) -> dict:
 STACKED = "--frame-stack 2 --grayscale --action-repeat 2 --resize 16x16"
 
 
-@pytest.mark.parametrize("flags", [STACKED, "--separate-critic --no-scale-rewards"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"--env-id {KINDS} {STACKED}",
+        f"--env-id {KINDS} --separate-critic --no-scale-rewards",
+        "--env-id envpool:MiniGrid-DoorKey-5x5-v0",
+    ],
+)
 def test_a_run_cut_off_goes_on_to_the_same_bits(tmp_path, flags):
-    flags = f"{flags} --total-timesteps 160 --checkpoint-interval 2"
-    whole = train(tmp_path / "whole", flags)
-    assert len(rows(whole)) > 8
-    argv = f"--env-id {KINDS} --run-dir {tmp_path / 'cut'} {SMALL} {flags}".split()
-    assert train_until_killed("ppo_pixels", "update", 4, argv) == -9
-    ppo_pixels.train(ppo_pixels.parse_args(["--resume", str(tmp_path / "cut")]))
-    assert_same(checkpoint(tmp_path / "cut"), checkpoint(whole))
-    assert rows(tmp_path / "cut") == rows(whole)
-
-
-def test_envpool_goes_on_to_the_same_bits(tmp_path):
-    env_id, flags = (
-        "envpool:MiniGrid-DoorKey-5x5-v0",
-        "--total-timesteps 160 --checkpoint-interval 1",
-    )
-    whole = train(tmp_path / "whole", flags, env_id)
-    argv = f"--env-id {env_id} --run-dir {tmp_path / 'cut'} {SMALL} {flags}".split()
-    assert train_until_killed("ppo_pixels", "update", 3, argv) == -9
-    ppo_pixels.train(ppo_pixels.parse_args(["--resume", str(tmp_path / "cut")]))
-    assert_same(checkpoint(tmp_path / "cut"), checkpoint(whole))
+    flags = f"{flags} {SMALL} --total-timesteps 160 --checkpoint-interval 2"
+    killed_and_resumed("ppo_pixels", tmp_path, flags, least=0 if "envpool" in flags else 8)
 
 
 def test_what_is_seen_is_said(tmp_path, capfd):
@@ -192,37 +183,22 @@ WRONG = {
 
 
 @pytest.mark.parametrize("flags", WRONG, ids=lambda x: x[:40])
-def test_wrong_input_is_one_line(tmp_path, capsys, flags):
-    flags = flags if "--env-id" in flags else f"--env-id {KINDS} {flags}"
-    with pytest.raises(SystemExit) as ended:
-        argv = f"--total-timesteps 64 {SMALL} --run-dir {tmp_path / 'run'} {flags}".split()
-        ppo_pixels.train(ppo_pixels.parse_args(argv))
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert len(said.strip().splitlines()) == 1
-    assert WRONG[flags.removeprefix(f"--env-id {KINDS} ")] in said
+def test_wrong_input_is_one_line(tmp_path, capfd, flags):
+    env_id = flags.split()[1] if "--env-id" in flags else KINDS
+    more = "" if "--env-id" in flags else flags
+    given = tmp_path / "run", f"--total-timesteps 64 {more}", env_id
+    refused(capfd, WRONG[flags], train, *given)
     assert not (tmp_path / "run").exists()
 
 
-def test_an_agent_for_other_eyes(tmp_path, capsys):
+def test_an_agent_for_other_eyes_or_with_another_network(tmp_path, capfd):
     folder = train(tmp_path / "run", "--total-timesteps 64")
-    before = content(folder)
-    other = register("Other", observation=spaces.Dict(a=VECTOR))
-    with pytest.raises(SystemExit) as ended:
-        ppo_pixels.evaluate(ppo_pixels.parse_args(f"--evaluate {folder} --env-id {other}".split()))
-    assert ended.value.code == 2
-    assert "its agent sees" in capsys.readouterr().err
-    assert content(folder) == before
-
-
-def test_a_run_does_not_go_on_with_another_network(tmp_path, capsys):
-    folder = train(tmp_path / "run", "--total-timesteps 64")
-    before = content(folder)
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        ppo_pixels.train(ppo_pixels.parse_args(["--resume", str(folder), "--separate-critic"]))
-    assert ended.value.code == 2
-    assert "its agent does not fit the environment and the flags" in capsys.readouterr().err
+    before, other = content(folder), register("Other", observation=spaces.Dict(a=VECTOR))
+    play = ppo_pixels.parse_args(f"--evaluate {folder} --env-id {other}".split())
+    refused(capfd, "its agent sees", ppo_pixels.evaluate, play)
+    more = ppo_pixels.parse_args(["--resume", str(folder), "--separate-critic"])
+    says = "its agent does not fit the environment and the flags"
+    refused(capfd, says, ppo_pixels.train, more)
     assert content(folder) == before
 
 
@@ -265,30 +241,3 @@ def test_compiled_is_the_same_to_rounding(tmp_path):
         torch.testing.assert_close(compiled[name], x, rtol=1e-2, atol=1e-3)
     half = checkpoint(train(tmp_path / "half", "--total-timesteps 64 --bf16"))["agent"]
     assert all(x.isfinite().all() for x in half.values())
-
-
-# --- learning -------------------------------------------------------------------------------------
-def final(folder: Path) -> float:
-    return float(np.mean([float(row[1]) for row in rows(folder)[-100:]]))
-
-
-def test_a_picture_a_number_a_choice_and_a_distance_are_learned(tmp_path):
-    """Random play gets 2 of 20."""
-    flags = (
-        "--num-envs 16 --num-steps 64 --num-minibatches 4 --update-epochs 4 --learning-rate 1e-3"
-    )
-    folder = train(tmp_path / "run", f"{flags} --log-std-init -0.5 --total-timesteps 16384", GATES)
-    argv = f"--evaluate {folder} --env-id {GATES} --eval-episodes 5".split()
-    assert np.mean(ppo_pixels.evaluate(ppo_pixels.parse_args(argv))) >= 16
-    first = [float(row[1]) for row in rows(folder)[1:50]]
-    assert np.mean(first) < 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_doorkey_is_learned(tmp_path, seed):
-    """rl-zoo's PPO gets 0.964 after 100,000 steps."""
-    flags = "--num-envs 16 --num-steps 128 --num-minibatches 8 --update-epochs 4"
-    flags += f" --learning-rate 1e-3 --total-timesteps 100000 --seed {seed}"
-    folder = train(tmp_path / "run", flags, "envpool:MiniGrid-DoorKey-5x5-v0")
-    assert final(folder) >= 0.94
