@@ -110,8 +110,6 @@ class Told(gym.Env):
 
 
 # --- scripts that learn from frames ---------------------------------------------------------------
-
-
 def frames_agent(script: str, args, louder: float = 0.0):
     """A new agent. If `louder`, the recurrent one's weights for the state and its heads are so much
     larger: what it remembers shows more."""

@@ -43,8 +43,6 @@ on_frames = pytest.mark.parametrize("script", FRAMES)
 
 
 # --- advantages -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("script", STEPWISE)
 def test_gae_by_hand(script):
     """Flags at index t belong to the step taken at t."""
@@ -86,8 +84,6 @@ def test_gae_is_the_brute_force_sum(script, data):
 
 
 # --- rewards, learning rate -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("script", ["ppo_continuous_action", "ppo_pixels", "ppo_lstm"])
 def test_reward_scaling_by_the_loop_it_stands_for(script):
     """Traps 12, 13, 14: one scale for all environments, from returns that end with the episode,
@@ -144,8 +140,6 @@ def test_the_learning_rate_falls_to_nothing(script, tmp_path, monkeypatch):
 
 
 # --- the update -----------------------------------------------------------------------------------
-
-
 @on_frames
 def test_update_is_plain_autograd_with_torchs_adam(script):
     """Advantages, losses, gradient, its clipping, Adam and metrics of two epochs. What is learned
@@ -298,7 +292,6 @@ def test_an_update_on_frames_is_that_of_the_atari_script(script, sibling):
 
 
 # --- networks and normalisers ---------------------------------------------------------------------
-
 SIZES = [  # actions, all parameters, those of the network before memory and heads
     ("ppo_atari_multigpu", 4, 1_686_693, 1_684_128),
     ("ppo_atari_lstm", 4, 2_007_333, 1_677_984),
@@ -409,8 +402,6 @@ def test_moments_are_those_of_all_that_was_seen(script):
 
 
 # --- games of EnvPool -----------------------------------------------------------------------------
-
-
 def game(script: str, i: int, limit: int = 1000) -> list[tuple[int, bool, bool]]:
     """Of each row of the toys' game i, again and again: the step of the game, or 0 in the row of
     junk after an end; whether it terminates an episode; whether it truncates one."""
@@ -540,7 +531,6 @@ def test_ids_of_gymnasium_and_their_sticky_actions(script, env_id, monkeypatch):
 
 
 # --- learning -------------------------------------------------------------------------------------
-
 PENDULUM, CARTPOLE = "--env-id Pendulum-v1", "--env-id CartPole-v1"
 LONG = "--total-timesteps 200000"
 GATES = "--env-id benchmark.published.gates:Gates-v0"

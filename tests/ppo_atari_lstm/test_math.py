@@ -88,8 +88,6 @@ def test_fused_calls_give_what_a_cell_gives_row_by_row(often):
 
 
 # --- the state where episodes end -----------------------------------------------------------------
-
-
 def test_the_state_is_cleared_before_the_row_after_the_ended_one(frames):
     """Environment 0 has lives of 3 steps: row 3 has the last observation, row 4 is the next
     episode's first, and so on in fours, also from one rollout to the next."""
@@ -250,7 +248,6 @@ def test_it_remembers_for_longer_and_not_without_its_state(monkeypatch, tmp_path
 
 
 # --- the games ------------------------------------------------------------------------------------
-
 CHECKSUMS = {  # seeds 1 and 2, one frame: at the start, and after 100 steps of action t % actions
     "Breakout-v5": (4, "6f158746b1689eed", "19cff08f16735540"),
     "Pong-v5": (6, "8cd4c61db3bb4bc4", "113a39c0cf752055"),
@@ -282,8 +279,6 @@ def test_frames_of_a_real_game(env_id, monkeypatch):
 
 
 # --- acting ---------------------------------------------------------------------------------------
-
-
 def test_a_saved_policy_carries_its_state_as_the_network_does(frames, tmp_path):
     """Through episodes, the state cleared by hand where one ends."""
     train(tmp_path / "run")

@@ -49,7 +49,6 @@ parse, small, train = in_process(script, SMALL, STEPS)
 
 
 # --- one process and many -------------------------------------------------------------------------
-
 # 8 environments each; what `update` is asked to do with the same data
 SETUPS = {
     "plain": "--num-steps 6",
@@ -200,8 +199,6 @@ def test_every_sample_once_an_epoch_and_every_environment_as_often(T, minibatche
 
 
 # --- environments ---------------------------------------------------------------------------------
-
-
 def test_games_start_and_go_on_differently():
     """No-op starts allow at most 30 first screens, most of which show the same; sticky actions
     and different actions part the games later. Few enough environments to be quick."""
@@ -332,8 +329,6 @@ def test_compiled_on_a_gpu_learns_nearly_the_same(flags, tmp_path, toys, capsys,
 
 
 # --- as a program ---------------------------------------------------------------------------------
-
-
 def test_the_same_command_goes_on_where_it_was_cut_off(tmp_path, toys):
     """With --run-dir: what torchrun's restarts and Slurm's requeue need."""
     argv = f"{SMALL} --run-dir {tmp_path / 'run'} --total-timesteps {5 * STEPS}".split()

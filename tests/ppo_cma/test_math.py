@@ -53,8 +53,6 @@ class Constant(torch.nn.Module):
 
 
 # --- 1 squash, 2 initialisation, 3 pre-training, 4 the first iteration ----------------------------
-
-
 @pytest.mark.parametrize(
     ("half_range", "raw", "sigma"),
     [
@@ -137,8 +135,6 @@ def test_4_first_iteration_samples_the_initial_gaussian_whatever_the_weights():
 
 
 # --- 5 scaler, 6 returns, 7 advantages ------------------------------------------------------------
-
-
 def test_4_get_action_and_value_samples_as_act_and_has_a_true_density():
     agent, twin = make_agent(4, [-1] * 2, [1] * 2), make_agent(4, [-1] * 2, [1] * 2)
     agent.updates += 1  # from here on the networks are the policy
@@ -220,8 +216,6 @@ def test_7_advantages_are_scaled_over_the_iteration_and_never_centred():
 
 
 # --- 8 losses and gradients -----------------------------------------------------------------------
-
-
 @pytest.fixture
 def golden():
     sigma = torch.tensor([[0.5, 0.8], [0.4, 0.3], [0.6, 0.9]])
@@ -281,8 +275,6 @@ def test_8_ppo_loss_golden(golden):
 
 
 # --- 9 variance fixed point, 10 mirroring, 13 clipped actions -------------------------------------
-
-
 def fixed_point_of_sigma(actions, advantages, mean, floor=0.01, top=2.0) -> np.ndarray:
     raw = torch.zeros(actions.shape[1], requires_grad=True)
     adam = torch.optim.Adam([raw], lr=0.02)
@@ -355,8 +347,6 @@ def test_13_clipped_actions_are_what_is_stored():
 
 
 # --- 11 the order of phases, 12 the history -------------------------------------------------------
-
-
 def test_11_critic_then_variance_then_mean(monkeypatch):
     agent = make_agent(3, [-1] * 2, [1] * 2)
     phases, plain_fit = [], ppo_cma.fit
@@ -451,8 +441,6 @@ def test_12_only_the_variance_sees_the_past(monkeypatch):
 
 
 # --- 14 the two-dimensional quadratic -------------------------------------------------------------
-
-
 def quadratic(mode: str, seeds: int) -> tuple[np.ndarray, np.ndarray]:
     """Rewards and deviations, [seed, iteration]."""
     runs = [didactic.optimize(mode, seed) for seed in range(seeds)]
@@ -522,8 +510,6 @@ def test_14_a_longer_history_widens_more():
 
 
 # --- 15 accounting --------------------------------------------------------------------------------
-
-
 class Counter(gym.Env):
     """Pays 1 a step and ends after `length` steps; the observation counts the steps."""
 
@@ -605,8 +591,6 @@ def test_15_an_episode_without_an_end_stops_the_run():
 
 
 # --- beyond the list ------------------------------------------------------------------------------
-
-
 def assert_numpy_is_the_policy(agent: Agent, obs: np.ndarray, near: float):
     """Greedily, with noise, of many states and of one."""
     mean = agent.mean(torch.as_tensor(obs)).detach().numpy()
@@ -712,8 +696,6 @@ def test_saturated_means():
 
 
 # --- ablations of the benchmark -------------------------------------------------------------------
-
-
 @pytest.fixture
 def updated(monkeypatch):
     """Two updates by a script with a change: its agent, and of its functions what each call of them

@@ -48,8 +48,6 @@ def undisturbed(tmp_path_factory):
 
 
 # --- the run's folder -----------------------------------------------------------------------------
-
-
 def test_what_is_logged(undisturbed):
     points = scalars(undisturbed[0], timed=True)
     losses = ("value_loss", "variance_loss", "policy_loss", "entropy", "explained_variance")
@@ -71,8 +69,6 @@ def test_every_mode_trains(mode, tmp_path, monkeypatch):
 
 
 # --- boxes ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def boxed(monkeypatch):
     """Register an environment with this box of actions."""
@@ -115,8 +111,6 @@ def test_boxes_at_the_limits_are_learned_in(side, boxed, tmp_path, monkeypatch):
 
 
 # --- resume ---------------------------------------------------------------------------------------
-
-
 def test_resume_extends_a_run_and_takes_other_flags(tmp_path, undisturbed):
     folder, whole = undisturbed[0], tmp_path / "whole"
     shutil.copytree(folder, tmp_path / "copied")

@@ -211,8 +211,6 @@ def test_taxi_is_learned_sooner_with_its_masks(tmp_path):
 
 
 # --- --rpo-alpha ----------------------------------------------------------------------------------
-
-
 def learner(alpha, **more):
     script = ppo_continuous_action
     args = script.Args(num_steps=512, num_minibatches=4, rpo_alpha=alpha, log_std_init=0.0, **more)

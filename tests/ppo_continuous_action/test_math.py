@@ -101,8 +101,6 @@ def random_rollout(script, T, N, obs_dim=2, actions=1, choices=2, ends=0.0):
 
 
 # --- episode ends ---------------------------------------------------------------------------------
-
-
 @both
 @pytest.mark.parametrize("env_id", ["ClockLimit7", "ClockEnds5and3"])
 def test_truncation_bootstraps_and_termination_does_not(script, env_id):
@@ -176,8 +174,6 @@ def test_junk_transitions_reach_nothing(script):
 
 
 # --- normalisers ----------------------------------------------------------------------------------
-
-
 def test_observations_are_normalized_and_clipped():
     """Traps 5, 11: the same for every observation, and from the agent's own buffers."""
     args, envs, agent = set_up(ppo_continuous_action)
@@ -213,8 +209,6 @@ def test_the_policy_that_acted_is_the_one_that_the_update_starts_from(monkeypatc
 
 
 # --- policies -------------------------------------------------------------------------------------
-
-
 def agent_of(box, **kwargs):
     env = SimpleNamespace(observation_space=Clock.observation_space, action_space=box)
     return ppo_continuous_action.Agent(env, ppo_continuous_action.Args(**kwargs))
@@ -399,8 +393,6 @@ def test_initial_policy_and_networks(script, actor):
 
 
 # --- loss and update ------------------------------------------------------------------------------
-
-
 class Fixed(torch.nn.Module):
     """An agent whose log-probability and value are its parameters."""
 
@@ -537,7 +529,6 @@ def test_explained_variance(script):
 
 
 # --- numbers of Args, compiled --------------------------------------------------------------------
-
 # Every number of Args that a step uses, and another value
 OTHER = {
     "clip_coef": 0.01, "ent_coef": 5.0, "vf_coef": 3.0, "max_grad_norm": 0.01, "norm_adv": False,
@@ -596,8 +587,6 @@ def test_compiled_steps_follow_every_number_of_args(script):
 
 
 # --- a whole update beside Stable-Baselines3's ----------------------------------------------------
-
-
 @both
 @pytest.mark.parametrize("ent_coef", [0.0, 0.01])
 def test_one_update_is_stable_baselines3s(script, ent_coef, monkeypatch):

@@ -45,8 +45,6 @@ def script(request):
 
 
 # --- the run's folder -----------------------------------------------------------------------------
-
-
 def test_what_is_logged(script, tmp_path):
     checkpoint = train(script, tmp_path, "--total-timesteps 700")
     assert checkpoint["counters"][1] == 5  # 60 steps are no iteration
@@ -56,8 +54,6 @@ def test_what_is_logged(script, tmp_path):
 
 
 # --- resume ---------------------------------------------------------------------------------------
-
-
 def test_a_renamed_copy_resumes_a_run(script, tmp_path):
     """To the bits of one that was never interrupted."""
     copied, whole = tmp_path / "copied", tmp_path / "whole"
@@ -106,8 +102,6 @@ def test_drawn_without_what_takes_nine_tenths_of_the_time():
 
 
 # --- compilation ----------------------------------------------------------------------------------
-
-
 def test_short_runs_are_not_compiled(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch, "compile", None)
     train(script, tmp_path, "--total-timesteps 128")

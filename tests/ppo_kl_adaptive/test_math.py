@@ -136,8 +136,6 @@ def objective(ratio, advantages, kl, preset="coady", **numbers):
 
 
 # --- 1 the KL, 2 the loss, 13 its gradient --------------------------------------------------------
-
-
 def test_1_kl_golden_numbers_and_direction():
     old, new = gaussian([[0.0]], [[0.0]]), gaussian([[0.1]], [[0.2]])
     assert old.kl(new).item() == pytest.approx(0.0134590303, abs=1e-8)
@@ -213,7 +211,6 @@ def test_13_gradient_of_the_variance(action, expected):
 
 
 # --- 3 the servos ---------------------------------------------------------------------------------
-
 CLIMB = [1.5, 2.25, 3.375, 5.0625, 7.59375, 11.390625, 17.0859375, 25.62890625, *[35.0] * 12]
 RATE_FALLS = [*[1.0] * 8, 0.6666667, 0.4444444, 0.2962963, 0.1975309, 0.1316872, *[0.0877915] * 7]
 RATE_RISES = [*[1.0] * 8, 1.5, 2.25, 3.375, 5.0625, 7.59375, *[11.390625] * 7]
@@ -330,8 +327,6 @@ def test_3_presets_from_the_command_line():
 
 
 # --- 4 early stop, 5 first step, 12 speed of the variance -----------------------------------------
-
-
 @pytest.mark.parametrize("discrete", [False, True])
 def test_4_early_stop_keeps_the_step_and_tells_the_servo(discrete):
     numbers = {"discrete": discrete, "learning_rate": 2.5e-3 if discrete else 7e-4}
@@ -405,7 +400,6 @@ def test_12_log_variance_moves_speed_times_as_far(multiplier):
 
 
 # --- 6, 7, 8 advantages and returns, 9 their normalization ----------------------------------------
-
 REWARDS, VALUES = [1.0, 2.0, -1.0, 0.5], [0.3, 0.1, -0.2, 0.4]
 
 
@@ -524,8 +518,6 @@ def test_9_advantages_are_normalized_over_the_batch(monkeypatch):
 
 
 # --- 10 the scaler --------------------------------------------------------------------------------
-
-
 def test_10_scale_and_time():
     agent, _ = make_agent(3)
     obs, time = torch.tensor([[5.0, 6.0, 1.0]]), torch.tensor([250])
@@ -565,7 +557,6 @@ def test_10_warm_up_sets_the_scale_and_counts_for_nothing(tmp_path, monkeypatch)
 
 
 # --- 11 sizes and initial values ------------------------------------------------------------------
-
 SIZES = {  # inputs, actions; policy: layers, rate, speed, parameters, entropy; value: the same
     "InvertedPendulum":
         (5, 1, (50, 22, 10), 1.919e-4, 2, 1665, 0.9189, (50, 15, 5), 2.582e-3, 1151),
@@ -635,8 +626,6 @@ def test_11_weights_are_normal_in_every_layer_and_biases_0():
 
 
 # --- 16 the numpy actor and its log-probabilities -------------------------------------------------
-
-
 @pytest.mark.parametrize("discrete", [False, True])
 def test_16_act_is_the_torch_policy_before_and_after_an_update(discrete):
     agent, args = make_agent(actions=4, discrete=discrete, learning_rate=0.01)
@@ -676,8 +665,6 @@ def test_16_samples_are_of_the_policys_distribution():
 
 
 # --- 14 the value function, 15 explained variance -------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("size", "before", "widths"),
     [
@@ -730,8 +717,6 @@ def test_15_the_value_function_is_measured_before_it_is_fitted():
 
 
 # --- whole iterations, against plain loops --------------------------------------------------------
-
-
 class Plain:
     """The algorithm a second time, as the specification has it, with the agent's first weights:
     for Box actions, one episode and one row of everything after the other."""
@@ -847,8 +832,6 @@ def test_three_iterations_are_those_of_plain_loops(rate, passes):
 
 
 # --- rollouts -------------------------------------------------------------------------------------
-
-
 def playing(env_id="Lottery-v0", num_envs=1):
     args = Args(env_id=env_id, num_envs=num_envs)
     envs = script.make_envs(args, num_envs)
@@ -913,8 +896,6 @@ def test_stored_actions_are_those_acted_on_stored_observations(env_id):
 
 
 # --- 17 checkpoints -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -952,8 +933,6 @@ def test_17_a_resumed_run_learns_by_the_flags_given_now(tmp_path, monkeypatch):
 
 
 # --- 18 learning ----------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_18_inverted_pendulum_within_1000_episodes():
     agent, envs, log, args = playing("InvertedPendulum-v4")

@@ -79,9 +79,8 @@ class Varied(Clockwork):
 
 gym.register("Varied-v0", Varied)
 
+
 # --- the run's folder -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("setup", ["whole", "choices"])
 def test_tensorboard(setup, undisturbed):
     folder, checkpoint = undisturbed(setup)
@@ -149,8 +148,6 @@ def test_an_agent_of_ones_own(env_id):
 
 
 # --- resume, kills, environments ------------------------------------------------------------------
-
-
 def test_resume_extends_a_run_that_was_moved(tmp_path, undisturbed):
     folder, moved = tmp_path / "run", tmp_path / "elsewhere" / "moved"
     train(folder, f"{SETUPS['whole']} -n 15")
@@ -177,8 +174,6 @@ def test_a_varied_environment(tmp_path):
 
 
 # --- evaluation -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("setup", ["whole", "choices"])
 def test_evaluate_plays_the_mean_with_its_time(setup, undisturbed, monkeypatch):
     plain, times = script.Agent.numpy_actor, []

@@ -72,8 +72,6 @@ def shrunk(*screens: np.ndarray) -> np.ndarray:
 
 
 # --- what the players see -------------------------------------------------------------------------
-
-
 def test_a_real_game_from_its_first_screen():
     envs = script.Envs(Args(), 2)
     envs.ales[0].reset_game()
@@ -194,8 +192,6 @@ def test_games_for_two_and_no_others(kind, capsys):
 
 
 # --- players that die first -----------------------------------------------------------------------
-
-
 def test_who_dies_first_waits(duel):
     """By hand: player 1 dies in frame 10, in the third step; the game ends in frame 22, the sixth.
     Row 6 is autoreset's. So it goes on in sevens."""
@@ -244,8 +240,6 @@ def test_rows_of_the_dead_are_marked_and_episodes_are_each_player_s(duel):
 
 
 # --- games between agents -------------------------------------------------------------------------
-
-
 class Always:
     """An agent that knows one action."""
 
@@ -357,8 +351,6 @@ def test_evaluation_says_who_wins(duel, tmp_path, capsys):
 
 
 # --- resuming -------------------------------------------------------------------------------------
-
-
 def test_a_game_goes_on_to_the_same_bits():
     """In the midst of it, with one of its players dead, in other emulators."""
     args, rng = Args(env_id="maze_craze_v3"), np.random.default_rng(0)
@@ -381,8 +373,6 @@ def test_a_game_goes_on_to_the_same_bits():
 
 
 # --- learning -------------------------------------------------------------------------------------
-
-
 class Picture:
     """The left or the right half is lit: player 0 must say which, player 1 the opposite. A game is
     one step. Right pays 1, else -1. Who can't tell the players apart gets 0 at best."""
@@ -451,8 +441,6 @@ def test_drawn_actions_tell_them_apart_too_and_no_one_can_without_the_indicator(
 
 
 # --- as a program ---------------------------------------------------------------------------------
-
-
 def test_defaults_are_cleanrl_s():
     args = Args()
     wanted = {

@@ -43,7 +43,6 @@ parse, small, train = in_process(script, SMALL, 4 * 8)
 
 
 # --- levels ---------------------------------------------------------------------------------------
-
 CHECKSUMS = {  # of seeds 1 and 2 with Qt 5.15: the start, and after 100 steps of action t % 15
     "starpilot": ("c60edbdcbd1de7d9", "627f2f8c96f0d2ff"),
     "BossfightEasy-v0": ("2ab087c7bda16a61", "34d6ff73c08c80c2"),
@@ -208,8 +207,6 @@ def test_it_learns_the_way_through_a_maze(tmp_path):
 
 
 # --- playing on training levels and on all --------------------------------------------------------
-
-
 def test_evaluation_plays_the_training_levels_and_all(levels, tmp_path, capsys, monkeypatch):
     train(tmp_path / "run", "--num-levels 200 --start-level 30 --eval-interval 99")
     capsys.readouterr()
