@@ -11,7 +11,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
-from program import assert_same, rows, scalars, train_until_killed
+from program import assert_same, in_process, rows, scalars, train_until_killed
+from scripts import SMALL, STEPS
 
 FRAMES = {  # scripts that learn from frames alone: the shape of an observation, how many actions
     "ppo_atari_multigpu": ((4, 84, 84), 4),
@@ -42,6 +43,12 @@ class Log:
 def returns(folder: Path) -> list[float]:
     """Of a run's training episodes."""
     return [float(score) for _, score, _ in rows(folder)[1:]]
+
+
+def program(script: str, more: str = ""):
+    """`in_process` with a script's small run of scripts.py and these flags."""
+    module = importlib.import_module(script)
+    return in_process(module, f"{SMALL[script]} {more}", STEPS[script])
 
 
 def random_ends(rng, T: int, N: int, first=None):

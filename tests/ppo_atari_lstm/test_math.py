@@ -10,18 +10,22 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from maths import Player, frames_agent, frames_rollout, returns, see_coarsely, slow_recurrent
-from program import Toy, in_process
+from maths import (
+    Player,
+    frames_agent,
+    frames_rollout,
+    program,
+    returns,
+    see_coarsely,
+    slow_recurrent,
+)
+from program import Toy
 
 import ppo_atari_lstm as script
 import ppo_atari_multigpu
 from ppo_atari_lstm import Args
 
 NAME = "ppo_atari_lstm"
-SMALL = (
-    "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1 "
-    "--env-threads 1 --no-cuda --checkpoint-interval 2"
-)
 
 
 class Frame(Toy):
@@ -45,7 +49,7 @@ def frames(monkeypatch):
     return Toy.made
 
 
-parse, small, train = in_process(script, SMALL, 4 * 8)
+parse, small, train = program(NAME)
 
 
 def calls_of(agent) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -13,29 +13,24 @@ import envpool
 import numpy as np
 import pytest
 import torch
-from maths import Player, frames_agent, frames_rollout, two_updates
+from maths import Player, frames_agent, frames_rollout, program, two_updates
 from program import (
     ROOT,
     Toy,
     assert_same,
     free_port,
-    in_process,
     rows,
     scalars,
     status,
     train_until_killed,
 )
 from replay import Waits, no_graphs_but_tapes
+from scripts import SMALL
 
 import ppo_atari_multigpu as script
 from ppo_atari_multigpu import Args
 
 NAME = "ppo_atari_multigpu"
-SMALL = (
-    "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1 "
-    "--env-threads 1 --no-cuda --checkpoint-interval 2"
-)
-STEPS = 4 * 8  # of an iteration, junk rows included
 
 
 @pytest.fixture
@@ -45,7 +40,7 @@ def toys(monkeypatch):
     return Toy.made
 
 
-parse, small, train = in_process(script, SMALL, STEPS)
+parse, small, train = program(NAME)
 
 
 # --- one process and many -------------------------------------------------------------------------
@@ -101,7 +96,7 @@ torch.save(agents[0].vector, f"parameters{{rank}}.pt")
 def pair(tmp_path_factory) -> Path:
     """The folder of two processes which made the updates of SETUPS, and trained on Toys."""
     folder = tmp_path_factory.mktemp("pair")
-    flags = f"{SMALL} --run-dir run --total-timesteps {5 * STEPS} --target-kl 1e-9".split()
+    flags = f"{SMALL[NAME]} --run-dir run --total-timesteps 160 --target-kl 1e-9".split()
     port, later, processes = str(free_port()), str(free_port()), []
     for rank in ("0", "1"):
         env = os.environ | {
@@ -149,7 +144,7 @@ def test_two_processes_train_and_log_as_one(pair):
     assert all(counts[int(length)] == score for score, length in zip(returns, lengths, strict=True))
     assert (np.diff(steps) >= 0).all()
     assert steps[:4].tolist() == [24, 24, 30, 30]  # 4 in each of 7 and of 9 rows, less junk
-    assert checkpoint["counters"][0] == 5 * STEPS - 2 * (40 // 4 + 40 // 5)
+    assert checkpoint["counters"][0] == 160 - 2 * (40 // 4 + 40 // 5)
     out = (pair / "log0").read_text()
     assert out.count("episodic_return=") == len(steps)
     assert "Breakout-v5 on 2 x cpu" in out
@@ -159,14 +154,14 @@ def test_two_processes_train_and_log_as_one(pair):
 def test_a_run_of_two_processes_goes_on_with_one(pair, toys, tmp_path):
     shutil.copytree(pair / "run", tmp_path / "run")
     before = script.load_checkpoint(tmp_path / "run")
-    flags = f"--resume {tmp_path / 'run'} --num-threads 1 --total-timesteps {7 * STEPS}"
+    flags = f"--resume {tmp_path / 'run'} --num-threads 1 --total-timesteps 224"
     script.train(parse(flags))
     after = script.load_checkpoint(tmp_path / "run")
     (step, first), (last, second) = (run["counters"][:2] for run in (before, after))
     assert (first, second) == (5, 7)
     points = [step for step, _ in scalars(tmp_path / "run")["losses/entropy"]]
     assert (len(points), points[4]) == (7, step)
-    assert STEPS < last - step < 2 * STEPS
+    assert 32 < last - step < 2 * 32
     steps = [int(run["optimizer"]["state"][0]["step"]) for run in (before, after)]
     assert steps[1] == steps[0] + 4
     assert len(toys[0]["seed"]) == 4
@@ -331,7 +326,7 @@ def test_compiled_on_a_gpu_learns_nearly_the_same(flags, tmp_path, toys, capsys,
 # --- as a program ---------------------------------------------------------------------------------
 def test_the_same_command_goes_on_where_it_was_cut_off(tmp_path, toys):
     """With --run-dir: what torchrun's restarts and Slurm's requeue need."""
-    argv = f"{SMALL} --run-dir {tmp_path / 'run'} --total-timesteps {5 * STEPS}".split()
+    argv = f"{SMALL[NAME]} --run-dir {tmp_path / 'run'} --total-timesteps 160".split()
     assert train_until_killed(NAME, "update", 3, argv) == -signal.SIGKILL
     assert script.load_checkpoint(tmp_path / "run")["counters"][1] == 2
     args = script.parse_args(argv)

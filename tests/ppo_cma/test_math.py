@@ -581,15 +581,6 @@ def test_15_an_action_is_held_to_the_end_at_most_and_may_be_written_to():
     assert abs(first[1][0]) <= 1 and envs.over.tolist() == [True]
 
 
-def test_15_an_episode_without_an_end_stops_the_run():
-    envs = ppo_cma.Envs([Counter([10**9])], Args(action_repeat=50_000))
-    given = np.zeros((1, 1), np.float32), np.ones(1, bool)
-    for _ in range(3):  # the first begins the episode
-        envs.step(*given)
-    with pytest.raises(TimeoutError, match="max_episode_steps"):
-        envs.step(*given)
-
-
 # --- beyond the list ------------------------------------------------------------------------------
 def assert_numpy_is_the_policy(agent: Agent, obs: np.ndarray, near: float):
     """Greedily, with noise, of many states and of one."""

@@ -11,16 +11,11 @@ from types import SimpleNamespace
 import envpool
 import numpy as np
 import pytest
-from maths import random_ends
-from program import Levels, assert_same, in_process, rows, scalars
+from maths import program, random_ends
+from program import Levels, assert_same, rows, scalars
 
 import ppo_procgen as script
 from ppo_procgen import Args
-
-SMALL = (
-    "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1 "
-    "--env-threads 1 --no-cuda --checkpoint-interval 2 --eval-episodes 6"
-)
 
 
 @pytest.fixture
@@ -39,7 +34,7 @@ def games():
         pytest.skip("EnvPool's Procgen needs Qt 5: pip install PyQt5-Qt5")
 
 
-parse, small, train = in_process(script, SMALL, 4 * 8)
+parse, small, train = program("ppo_procgen", "--num-levels 0 --eval-interval 10 --eval-episodes 6")
 
 
 # --- levels ---------------------------------------------------------------------------------------
