@@ -2,7 +2,6 @@
 it. Most tests replace EnvPool's games by Frame, whose ends are known."""
 
 import hashlib
-from itertools import chain, pairwise
 from pathlib import Path
 
 import envpool
@@ -12,12 +11,9 @@ import pytest
 import torch
 from maths import (
     Player,
-    frames_agent,
-    frames_rollout,
     program,
     returns,
     see_coarsely,
-    slow_recurrent,
 )
 from program import Toy
 
@@ -52,56 +48,21 @@ def frames(monkeypatch):
 parse, small, train = program(NAME)
 
 
-def calls_of(agent) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of every call of the LSTM from now on: its input, and the state [2, N, 128] that it got."""
-    calls = []
-
-    def note(module, given):
-        calls.append((given[0], torch.cat(given[1]).detach().clone()))
-
-    agent.lstm.register_forward_pre_hook(note)
-    return calls
-
-
-@pytest.mark.parametrize("often", [0.0, 0.2, 1.0])
-def test_fused_calls_give_what_a_cell_gives_row_by_row(often):
-    T, N = 9, 3
-    agent, rng = frames_agent(NAME, Args(), 3.0), np.random.default_rng(0)
-    obs = torch.as_tensor(rng.integers(0, 256, (T, N, 1, 84, 84), dtype=np.uint8))
-    state = torch.as_tensor(rng.normal(size=(2, N, 128)), dtype=torch.float32)
-    first = torch.as_tensor(rng.random((T, N)) < often)
-    weights, found = torch.as_tensor(rng.normal(size=T * N)), []
-    calls = calls_of(agent)
-    for policy in (agent.policy, slow_recurrent):
-        agent.zero_grad()
-        if policy is slow_recurrent:
-            outputs = slow_recurrent(agent, obs, state, first)
-        else:
-            outputs = policy(obs.flatten(0, 1), state, first.flatten())
-        logprobs, values, after = outputs
-        ((logprobs[:, 0] + values) * weights).sum().backward()
-        grads = [p.grad.clone() for p in agent.parameters()]
-        found.append([x.detach() for x in outputs] + grads)
-    for k, (fused, slow) in enumerate(zip(*found, strict=True)):
-        near = 4e-6 if k < 3 else 1e-5 * float(slow.abs().max())  # convolutions round, too
-        torch.testing.assert_close(fused, slow, atol=near, rtol=0)
-    assert found[0][1].std() > 0.1  # values are not all alike
-    # a call for each stretch that no environment interrupts
-    assert len(calls) == 1 + int(first[1:].any(dim=1).sum())
-    assert (often > 0) == (len(calls) > 1)
-
-
 # --- the state where episodes end -----------------------------------------------------------------
 def test_the_state_is_cleared_before_the_row_after_the_ended_one(frames):
     """Environment 0 has lives of 3 steps: row 3 has the last observation, row 4 is the next
     episode's first, and so on in fours, also from one rollout to the next."""
     game = Player(NAME, small("--num-steps 10"), 1.0)
-    calls, outputs = calls_of(game.agent), []
-    game.agent.lstm.register_forward_hook(lambda m, i, out: outputs.append(torch.cat(out[1])))
+    calls = []  # of every call of the LSTM, the state that it got and the one that it left
+
+    def note(module, given, output):
+        calls.append([torch.cat(state).detach().clone() for state in (given[1], output[1])])
+
+    game.agent.lstm.register_forward_hook(note)
     rollouts = [game.roll(), game.roll()]
-    del calls[10], outputs[10], calls[-1], outputs[-1]  # of the values after the rollouts
+    del calls[10], calls[-1]  # of the values after the rollouts
     after = torch.zeros(2, 4, 128)
-    for row, ((_, used), left) in enumerate(zip(calls, outputs, strict=True)):
+    for row, (used, left) in enumerate(calls):
         for i, life in enumerate([3, 4, 5, 3]):
             begins = row % (life + 1) == 0
             assert bool(rollouts[row // 10].first[row % 10, i]) == begins
@@ -112,8 +73,8 @@ def test_the_state_is_cleared_before_the_row_after_the_ended_one(frames):
                 assert (used[:, i] != 0).all()
         after = left
     assert not rollouts[0].state.any()
-    assert torch.equal(rollouts[1].state, outputs[9])
-    assert torch.equal(game.state, outputs[19])
+    assert torch.equal(rollouts[1].state, calls[9][1])
+    assert torch.equal(game.state, calls[19][1])
 
 
 def test_learning_goes_through_the_states_that_acting_went_through(frames):
@@ -131,61 +92,6 @@ def test_learning_goes_through_the_states_that_acting_went_through(frames):
     metrics = script.update(game.agent, data, 0, 1e-9, game.args)
     assert abs(metrics["losses/approx_kl"]) < 1e-6
     assert metrics["losses/clipfrac"] == 0
-
-
-def test_values_are_those_of_each_episode_by_itself(frames, monkeypatch):
-    """From a cleared state, row by row, to the last observation, from whose value and history a
-    truncation bootstraps."""
-    monkeypatch.setattr(Toy, "limit", 5)
-    game = Player(NAME, small("--num-steps 23"), 3.0)
-    data = game.roll()
-    seen, cleared = {"terminated": 0, "truncated": 0, "cut off": 0}, []
-    obs = torch.cat([data.obs, torch.as_tensor(game.envs.obs)[None]])
-    for i in range(4):
-        for begin, following in pairwise([*np.flatnonzero(data.first[:, i]), 24]):
-            ends = np.flatnonzero(~data.valid[begin:following, i])
-            last = begin + ends[0] if len(ends) else 23  # the row of the last observation
-            none = torch.zeros(last + 1 - begin, 1, dtype=bool)
-            episode = obs[begin : last + 1, i][:, None]
-            with torch.no_grad():
-                _, v, _ = slow_recurrent(game.agent, episode, torch.zeros(2, 1, 128), none)
-                alone = slow_recurrent(game.agent, episode[-1:], torch.zeros(2, 1, 128), none[-1:])
-            cleared.append(abs(float(alone[1] - v[-1])))
-            np.testing.assert_allclose(v, data.values[begin : last + 1, i], atol=1e-5)
-            kind = "terminated" if data.terminated[last - 1, i] else "truncated"
-            seen[kind if len(ends) else "cut off"] += 1
-    assert min(seen.values()) >= 3
-    assert np.median(cleared) > 0.01  # a state cleared on the ended row would be found
-
-
-@pytest.mark.parametrize("minibatches", [4, 3])
-def test_minibatches_are_whole_environments(minibatches, monkeypatch):
-    args = Args(num_envs=8, num_steps=6, num_minibatches=minibatches, update_epochs=3)
-    data, batches, plain = frames_rollout(NAME, 6), [], script.ppo_loss
-    monkeypatch.setattr(script, "ppo_loss", lambda *a: batches.append(a[2]) or plain(*a))
-    for iteration in (5, 6):
-        script.update(frames_agent(NAME, args), data, iteration, 1e-3, args)
-    assert len(batches) == 2 * 3 * minibatches
-    orders = []
-    for batch in batches:
-        n = batch.state.shape[1]
-        same = (batch.state[0, :, None] == data.state[0]).all(dim=-1)  # [n, 8]
-        which = same.long().argmax(dim=1)
-        assert same.sum() == n
-        assert torch.equal(batch.state, data.state[:, which])
-        assert torch.equal(batch.obs.view(6, n, 1, 84, 84), data.obs[:, which])
-        assert torch.equal(batch.first.view(6, n), data.first[:, which])
-        assert torch.equal(batch.actions.view(6, n), data.actions[:, which])
-        learned = np.flatnonzero(data.valid[:, which])
-        assert batch.rows.tolist() == learned.tolist()
-        assert torch.equal(batch.logprobs, data.logprobs[:, which].flatten()[learned])
-        assert torch.equal(batch.values, data.values[:-1][:, which].flatten()[learned])
-        orders.append(which.tolist())
-    epochs = [orders[k : k + minibatches] for k in range(0, len(orders), minibatches)]
-    for epoch in epochs:
-        assert sorted(chain(*epoch)) == list(range(8))
-        assert max(map(len, epoch)) - min(map(len, epoch)) == (minibatches == 3)
-    assert len({str(epoch) for epoch in epochs}) == 6  # drawn anew each time
 
 
 class Cue:

@@ -549,41 +549,35 @@ def batch_of(script, agent, rows: int = 64):
     return script.Batch(**batch)
 
 
-def one_step(step, agent, args, batch) -> tuple[np.ndarray, torch.Tensor]:
-    """Metrics and how far the parameters moved; the agent is as it was."""
-    kept = {name: x.detach().clone() for name, x in agent.adam.items()}
-    rate = torch.tensor(1e-3)
-    _, numbers = step(agent, agent.adam, batch, torch.arange(32), rate, args)
-    numbers = numbers.clone().numpy()
-    moved = agent.adam["parameters"].detach() - kept["parameters"]
-    for name, x in agent.adam.items():
-        x.data.copy_(kept[name])
-    return numbers, moved
-
-
 @pytest.mark.slow
 @both
 def test_compiled_steps_follow_every_number_of_args(script):
     """One after the other, and back; then a schedule of 20 values, each of its own."""
-    args, envs, agent = set_up(script, num_envs=2, compile_from=0)
-    batch, step = batch_of(script, agent), script.compile_step(agent, args)
-    assert step is not script.minibatch_step
-    plain, _ = one_step(script.minibatch_step, agent, args, batch)
-    for field, value in OTHER.items():
-        value = not getattr(args, field) if value is None else value
-        changed = dataclasses.replace(args, **{field: value})
-        expected, moved = one_step(script.minibatch_step, agent, changed, batch)
-        one_step(step, agent, args, batch)
-        found, moved_compiled = one_step(step, agent, changed, batch)
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6, err_msg=field)
+    args, _, agent = set_up(script, num_envs=2, compile_from=0)
+    batch, compiled = batch_of(script, agent), script.compile_step(agent, args)
+    assert compiled is not script.minibatch_step
+    kept = {name: x.detach().clone() for name, x in agent.adam.items()}
+
+    def step(how, **changed):
+        """Metrics and how far the parameters move from where they are kept."""
+        for name, x in agent.adam.items():
+            x.data.copy_(kept[name])
+        given = agent, agent.adam, batch, torch.arange(32), torch.tensor(1e-3)
+        numbers = how(*given, dataclasses.replace(args, **changed))[1].clone()
+        return [numbers, agent.adam["parameters"].detach() - kept["parameters"]]
+
+    plain, _ = step(script.minibatch_step)
+    others = {name: not getattr(args, name) if x is None else x for name, x in OTHER.items()}
+    changes = [{name: value} for name, value in others.items()]
+    changes += [{"clip_coef": 0.2 - 0.01 * k, "ent_coef": 0.003 * k} for k in range(20)]
+    for changed in changes:
+        step(compiled)
+        numbers, moved = step(script.minibatch_step, **changed)
+        found, moved_compiled = step(compiled, **changed)
+        torch.testing.assert_close(found, numbers, rtol=1e-4, atol=1e-6, msg=str(changed))
         torch.testing.assert_close(moved_compiled, moved, rtol=1e-3, atol=1e-6)
-        if field != "max_grad_norm":  # whose effect is the size of the step, which Adam undoes
-            assert not np.allclose(expected, plain, rtol=1e-4), field
-    for k in range(20):
-        args.clip_coef, args.ent_coef = 0.2 - 0.01 * k, 0.003 * k
-        expected, _ = one_step(script.minibatch_step, agent, args, batch)
-        found, _ = one_step(step, agent, args, batch)
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+        if len(changed) == 1 and "max_grad_norm" not in changed:  # whose effect Adam undoes
+            assert not torch.allclose(numbers, plain, rtol=1e-4), changed
 
 
 # --- a whole update beside Stable-Baselines3's ----------------------------------------------------

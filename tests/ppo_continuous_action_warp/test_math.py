@@ -348,28 +348,6 @@ def test_no_host_waits_in_an_iteration_and_no_tensor_moves():
     assert control.found == ["a mask as an index", "_local_scalar_dense"]
 
 
-def test_recorded_on_its_fourth_call(monkeypatch):
-    """With a stand-in for CUDA: three calls as they are, one recorded, then replayed."""
-    log = []
-
-    class Graph:
-        def replay(self):
-            log.append("replay")
-
-    @contextlib.contextmanager
-    def graph(graph):
-        log.append("record")
-        yield
-        log.append("recorded")
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    recorded = script.Recorded(lambda x: log.append("called") or x + len(log))
-    results = [recorded(k) for k in range(6)]
-    assert log == ["called"] * 3 + ["record", "called", "recorded"] + ["replay"] * 3
-    assert results[3] == results[4] == results[5] != results[2]
-
-
 def test_recorded_again_when_a_number_has_changed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
     monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)

@@ -471,27 +471,6 @@ def test_7_padding_does_not_matter_to_learning():
         assert torch.equal(clean, padded)
 
 
-def test_9_advantages_are_normalized_over_the_batch(monkeypatch):
-    seen, plain = [], script.fit_policy
-    monkeypatch.setattr(script, "fit_policy", lambda *it: seen.append(it[3]) or plain(*it))
-    agent, args = make_agent()
-    data = play(agent, (4, 2))
-    features = agent.features(torch.as_tensor(data.obs), torch.arange(5)[:, None].expand(5, 2))
-    values = agent.critic(features).squeeze(-1).double().detach().numpy()
-    raw = script.advantages_and_returns(data, values, args)[0][data.valid]
-    script.update(agent, data, args)
-    assert seen[0].mean().item() == pytest.approx(0.0, abs=1e-6)
-    assert seen[0].std(correction=0).item() == pytest.approx(1.0, abs=1e-3)
-    expected = (raw - raw.mean()) / (np.sqrt(np.mean((raw - raw.mean()) ** 2)) + 1e-6)
-    np.testing.assert_allclose(seen[0], expected, rtol=1e-5)
-    # rewards and values times 100, the same advantages
-    again, args = make_agent()
-    with torch.no_grad():
-        again.critic[-1].weight *= 100
-    script.update(again, play(again, (4, 2), scale=100.0), args)
-    np.testing.assert_allclose(seen[1], seen[0], rtol=1e-4, atol=1e-5)
-
-
 # --- 10 the scaler --------------------------------------------------------------------------------
 def test_10_scale_and_time():
     agent, _ = make_agent(3)

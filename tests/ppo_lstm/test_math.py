@@ -286,28 +286,6 @@ def test_what_a_memory_is_given_of_actions(monkeypatch):
 
 
 # --- learning -------------------------------------------------------------------------------------
-def test_minibatches_are_whole_environments(monkeypatch):
-    game = Game(parse("--num-envs 7 --num-minibatches 3"))
-    batches, plain = [], script.ppo_loss
-    data = game.roll()
-    data = data._replace(state=torch.randn_like(data.state))  # no two alike
-    monkeypatch.setattr(script, "ppo_loss", lambda *a: batches.append(a[2]) or plain(*a))
-    script.update(game.agent, data, 1, 1e-3, game.args)
-    assert len(batches) == 2 * 3
-    used = []
-    for batch in batches:
-        n = len(batch.state)
-        which = (batch.state[:, None] == data.state).all(-1).long().argmax(1)
-        assert not batch.state.requires_grad  # no gradient goes beyond the rollout
-        assert torch.equal(batch.obs[0].view(16, n, -1), data.obs[0][:-1, which])
-        assert torch.equal(batch.first, data.first[:-1, which])
-        assert torch.equal(batch.actions.view(16, n, -1), data.actions[:, which])
-        assert batch.rows.tolist() == np.flatnonzero(data.valid[:, which]).tolist()
-        assert len(batch.logprobs) == len(batch.returns) == len(batch.rows)
-        used += which.tolist()
-    assert sorted(used[:7]) == sorted(used[7:]) == list(range(7))
-
-
 IMAGE = spaces.Dict(screen=spaces.Box(0, 255, (16, 16, 3), np.uint8), speed=spaces.Box(-9, 9, (2,)))
 
 

@@ -194,29 +194,6 @@ def test_turns_idle_rows_and_their_rewards():
 
 
 # --- advantages -----------------------------------------------------------------------------------
-def test_gae_by_hand():
-    """gamma 0.5, lambda 0.5. Agents: one dies at t = 2 of 5; one is truncated at t = 2 with a last
-    value of 8; one joins at t = 3; one lives on."""
-    nan = np.nan
-    rewards = np.array([[1.0, 2, 4, nan, nan], [1, 2, 4, 0, 0], [nan, nan, 0, 1, 2], [1] * 5]).T
-    values = np.array(
-        [[2.0, 4, 8, nan, nan, nan], [2, 4, 8, 8, 0, 0], [nan, nan, nan, 4, 2, 6], [2] * 6]
-    ).T
-    terminated = np.zeros((5, 4), bool)
-    truncated = np.zeros((5, 4), bool)
-    terminated[2, 0] = truncated[2, 1] = True
-    found = script.gae(rewards, values, terminated, truncated, 0.5, 0.5)
-    # delta_2 = 4 - 8; delta_1 = 2 + 8 / 2 - 4; delta_0 = 1 + 4 / 2 - 2
-    np.testing.assert_allclose(found[:3, 0], [1 + (2 - 4 / 4) / 4, 2 - 4 / 4, -4])
-    # delta_2 = 4 + 8 / 2 - 8
-    np.testing.assert_allclose(found[:3, 1], [1 + 2 / 4, 2, 0])
-    # delta_4 = 2 + 6 / 2 - 2; delta_3 = 1 + 2 / 2 - 4
-    np.testing.assert_allclose(found[3:, 2], [-2 + 3 / 4, 3])
-    np.testing.assert_allclose(found[:, 3], np.zeros(5))
-    np.testing.assert_array_equal(found[:, 3], script.gae(*[
-        x[:, 3] for x in (rewards, values, terminated, truncated)], 0.5, 0.5))  # fmt: skip
-
-
 def test_gae_of_turns_by_hand():
     """gamma 0.5, lambda 1: t = 0 and 2 are the agent's, it waits at 1 and 3. The last action's
     value stands for what comes after the end of the rollout."""
