@@ -116,6 +116,37 @@ class Told(gym.Env):
         return np.zeros(1), *next(self.rows), {}
 
 
+class Clock(gym.Env):
+    """Pays 1 a step and ends its k-th episode after `lengths[k]` steps; observes (k, steps so far),
+    in the same array each time. Without lengths the reset seed draws them, from 1 to 50, and k. It
+    demands what an environment may demand, and keeps seeds and actions."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,))
+
+    def __init__(self, action_space=Told.action_space, lengths=()):
+        self.action_space, self.lengths, self.episode, self.over = action_space, lengths, -1, True
+        self.obs, self.seeds, self.taken = np.zeros(2), [], []
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.seeds.append(seed)
+        self.episode, self.over = self.episode + 1, False
+        self.length = self.np_random.integers(1, 51)
+        self.obs[:] = self.np_random.normal(), 0
+        if self.lengths:
+            self.length = self.lengths[self.episode % len(self.lengths)]
+            self.obs[0] = self.episode
+        return self.obs, {}
+
+    def step(self, action):
+        assert not self.over, "stepped beyond the end"
+        assert self.action_space.contains(action), action
+        self.taken.append(np.array(action))
+        self.obs[1] += 1
+        self.over = bool(self.obs[1] == self.length)
+        return self.obs, 1.0, self.over, False, {}
+
+
 # --- scripts that learn from frames ---------------------------------------------------------------
 def frames_agent(script: str, args, louder: float = 0.0):
     """A new agent. If `louder`, the recurrent one's weights for the state and its heads are so much

@@ -9,12 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from maths import (
-    Player,
-    program,
-    returns,
-    see_coarsely,
-)
+from maths import Player, program, returns, see_coarsely
 from program import Toy
 
 import ppo_atari_lstm as script

@@ -14,16 +14,7 @@ import numpy as np
 import pytest
 import torch
 from maths import Player, frames_agent, frames_rollout, program, two_updates
-from program import (
-    ROOT,
-    Toy,
-    assert_same,
-    free_port,
-    rows,
-    scalars,
-    status,
-    train_until_killed,
-)
+from program import ROOT, Toy, assert_same, free_port, rows, scalars, status, train_until_killed
 from replay import Waits, no_graphs_but_tapes
 from scripts import SMALL
 

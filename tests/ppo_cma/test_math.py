@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from maths import Log
+from maths import Clock, Log
 from program import assert_same
 
 import ppo_cma
@@ -510,31 +510,10 @@ def test_14_a_longer_history_widens_more():
 
 
 # --- 15 accounting --------------------------------------------------------------------------------
-class Counter(gym.Env):
-    """Pays 1 a step and ends after `length` steps; the observation counts the steps."""
-
-    observation_space = gym.spaces.Box(-np.inf, np.inf, (1,))
-    action_space = gym.spaces.Box(-1.0, 1.0, (1,))
-
-    def __init__(self, lengths):
-        self.lengths, self.seeds = iter(lengths), []
-
-    def reset(self, seed=None, options=None):
-        self.t, self.length = 0, next(self.lengths)
-        self.seeds.append(seed)
-        return np.zeros(1), {}
-
-    def step(self, action):
-        self.t += 1
-        assert self.t <= self.length, "stepped beyond the end"
-        return np.array([float(self.t)]), 1.0, self.t == self.length, False, {}
-
-
 def play(lengths_of_each, iter_steps, action_repeat=2):
     args = Args(num_envs=len(lengths_of_each), iter_steps=iter_steps, action_repeat=action_repeat)
-    numbers = range(len(lengths_of_each))
-    envs = ppo_cma.Envs([Counter(each) for each in lengths_of_each], args, numbers)
-    agent, log = make_agent(), Log()
+    made = [Clock(lengths=lengths) for lengths in lengths_of_each]
+    envs, agent, log = ppo_cma.Envs(made, args, range(len(made))), make_agent(2), Log()
     ppo_cma.rollout(agent, envs, log, args)
     return agent, log, envs
 
@@ -543,7 +522,7 @@ def test_15_action_repeat_counts_decisions_and_steps():
     agent, log, _ = play([[5, 4, 7]], iter_steps=10)
     assert [len(episode) for episode in agent.memory] == [3, 2, 4]  # ceil(length / 2)
     assert [reward for _, _, reward in agent.memory[0]] == [2.0, 2.0, 1.0]
-    assert [float(obs[0]) for obs, _, _ in agent.memory[2]] == [0.0, 2.0, 4.0, 6.0]
+    assert [float(obs[1]) for obs, _, _ in agent.memory[2]] == [0.0, 2.0, 4.0, 6.0]
     assert log.rows == [(5, 5.0, 5), (9, 4.0, 4), (16, 7.0, 7)]  # the last one plays to its end
     assert log.global_step == 16
     assert not agent.running
@@ -551,7 +530,7 @@ def test_15_action_repeat_counts_decisions_and_steps():
 
 def test_15_running_episodes_finish_and_short_ones_are_not_favoured():
     # environment 0 plays one long episode beside many short ones of environment 1
-    agent, log, envs = play([[40, 9], [2] * 99], iter_steps=30, action_repeat=1)
+    agent, log, envs = play([[40, 9], [2]], iter_steps=30, action_repeat=1)
     lengths = [length for _, _, length in log.rows]
     assert lengths.count(40) == 1
     assert lengths.count(2) == 8  # those started before both had made 30 steps together
@@ -562,22 +541,21 @@ def test_15_running_episodes_finish_and_short_ones_are_not_favoured():
 
 
 def test_15_an_action_is_held_to_the_end_at_most_and_may_be_written_to():
-    class Odd(Counter):
+    class Odd(Clock):
         """Spoils its action, and gives back what is of another type than gymnasium's."""
 
         def step(self, action):
-            given.append(action.copy())
-            action[:] = 7.0
             obs, _, terminated, truncated, info = super().step(action)
+            action[:] = 7.0
             return obs, np.array([0.5], np.float32), int(terminated), np.array([truncated]), info
 
-    args, given, log = Args(action_repeat=3, iter_steps=3), [], Log()
-    agent, envs = make_agent(), ppo_cma.Envs([Odd([4])], args)
+    args, log, env = Args(action_repeat=3, iter_steps=3), Log(), Odd(lengths=[4])
+    agent, envs = make_agent(2), ppo_cma.Envs([env], args)
     ppo_cma.rollout(agent, envs, log, args)
     assert log.rows == [(4, 2.0, 4)]
     ((first, second),) = agent.memory
     assert (first[2], second[2]) == (1.5, 0.5)
-    assert [float(a[0]) for a in given] == [float(first[1][0])] * 3 + [float(second[1][0])]
+    assert [float(a[0]) for a in env.taken] == [float(first[1][0])] * 3 + [float(second[1][0])]
     assert abs(first[1][0]) <= 1 and envs.over.tolist() == [True]
 
 

@@ -13,7 +13,7 @@ import pytest
 import stable_baselines3
 import torch
 from gymnasium import spaces
-from maths import Log
+from maths import Clock, Log
 from program import METRICS
 from stable_baselines3.common.logger import Logger
 
@@ -26,32 +26,8 @@ rng = np.random.default_rng(0)
 BOX = spaces.Box(-1.0, 1.0, (1,))
 
 
-class Clock(gym.Env):
-    """Pays 1 a step and ends after `lengths[k]` steps in its k-th episode, in the same array each
-    time; observes (episode, steps so far), and demands what an environment may demand."""
-
-    observation_space = spaces.Box(-np.inf, np.inf, (2,))
-
-    def __init__(self, action_space, lengths=(1000,)):
-        self.action_space, self.lengths, self.episode, self.over = action_space, lengths, -1, True
-        self.obs = np.zeros(2)
-
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.episode, self.over = self.episode + 1, False
-        self.obs[:] = self.episode, 0
-        return self.obs, {}
-
-    def step(self, action):
-        assert not self.over, "stepped beyond the end"
-        assert self.action_space.contains(action), action
-        self.obs[1] += 1
-        self.over = self.obs[1] == self.lengths[self.episode % len(self.lengths)]
-        return self.obs, 1.0, bool(self.over), False, {}
-
-
 for name, space in (("ppo", spaces.Discrete(2)), ("ppo_continuous_action", BOX)):
-    kwargs = {"action_space": space}
+    kwargs = {"action_space": space, "lengths": (1000,)}
     gym.register(f"Clock{name}-v0", Clock, kwargs=kwargs)
     gym.register(f"ClockLimit7{name}-v0", Clock, kwargs=kwargs, max_episode_steps=7)
     kwargs = {"action_space": space, "lengths": (5, 3)}

@@ -13,45 +13,18 @@ import torch
 from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from maths import Log, brute_force, killed_and_resumed, vector
+from maths import Clock, Log, brute_force, killed_and_resumed, vector
 from torch.distributions import Normal, kl_divergence
 
 import ppo_kl_adaptive as script
 from ppo_kl_adaptive import Agent, Args, Categorical, Gaussian, Rollout, Servo, policy_loss
 
-
-class Lottery(gym.Env):
-    """Pays 1 a step and lasts a number of steps from `shortest` to `longest`, drawn from the reset
-    seed; observes (noise, steps so far), and keeps the actions it is given."""
-
-    observation_space = spaces.Box(-np.inf, np.inf, (2,))
-    action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
-
-    def __init__(self, shortest=1, longest=50, actions=None):
-        self.shortest, self.longest = shortest, longest
-        self.action_space = actions or self.action_space
-        self.taken = []
-
-    def observe(self):
-        return np.array([self.np_random.normal(), self.time], np.float32)
-
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.time = 0
-        self.length = int(self.np_random.integers(self.shortest, self.longest + 1))
-        return self.observe(), {}
-
-    def step(self, action):
-        assert self.time < self.length, "stepped beyond the end"
-        self.taken.append(np.array(action))
-        self.time += 1
-        return self.observe(), 1.0, self.time == self.length, False, {}
-
-
-gym.register("Lottery-v0", Lottery)
-gym.register("Clock7-v0", Lottery, kwargs={"shortest": 7, "longest": 7})
-gym.register("Limit4-v0", Lottery, kwargs={"shortest": 9}, max_episode_steps=4)
-gym.register("Choice-v0", Lottery, kwargs={"actions": spaces.Discrete(3, start=5)})
+LINE = spaces.Box(-np.inf, np.inf, (1,))
+gym.register("Drawn-v0", Clock, kwargs={"action_space": LINE})
+gym.register(
+    "Limit4-v0", Clock, kwargs={"action_space": LINE, "lengths": (9,)}, max_episode_steps=4
+)
+gym.register("Choice-v0", Clock, kwargs={"action_space": spaces.Discrete(3, start=5)})
 
 
 def parsed(line: str) -> Args:
@@ -494,7 +467,7 @@ def test_10_warm_up_sets_the_scale_and_counts_for_nothing(tmp_path, monkeypatch)
         return plain(agent, envs, episodes)
 
     monkeypatch.setattr(script, "rollout", rollout)
-    args = parsed(f"--env-id Lottery-v0 --no-cuda --run-dir {folder}")
+    args = parsed(f"--env-id Drawn-v0 --no-cuda --run-dir {folder}")
     with pytest.raises(InterruptedError):
         script.train(args)
     agent, envs, step = seen
@@ -782,7 +755,7 @@ def test_three_iterations_are_those_of_plain_loops(rate, passes):
 
 
 # --- rollouts -------------------------------------------------------------------------------------
-def playing(env_id="Lottery-v0", num_envs=1):
+def playing(env_id="Drawn-v0", num_envs=1):
     args = Args(env_id=env_id, num_envs=num_envs)
     envs = script.make_envs(args, num_envs)
     torch.manual_seed(0)
@@ -819,7 +792,7 @@ def test_exactly_b_whole_episodes(num_envs):
     assert (data.obs[4, :, 1] == 4).all()
 
 
-@pytest.mark.parametrize("env_id", ["Lottery-v0", "Choice-v0"])
+@pytest.mark.parametrize("env_id", ["Drawn-v0", "Choice-v0"])
 def test_stored_actions_are_those_acted_on_stored_observations(env_id):
     """In order, with noise from the agent's own generator; Discrete actions count from `start`."""
     agent, envs, _, _ = playing(env_id)
@@ -847,7 +820,7 @@ def test_stored_actions_are_those_acted_on_stored_observations(env_id):
     ],
 )
 def test_17_resumed_run_is_the_uninterrupted_one(tmp_path, flags):
-    flags = f"--env-id Lottery-v0 --no-cuda -b 3 --checkpoint-interval 2 {flags}"
+    flags = f"--env-id Drawn-v0 --no-cuda -b 3 --checkpoint-interval 2 {flags}"
     resumed = killed_and_resumed("ppo_kl_adaptive", tmp_path, flags)
     assert len(resumed["replay"]) == 2
     assert set(resumed["optimizers"]) == {"policy", "value"}
@@ -857,7 +830,7 @@ def test_17_resumed_run_is_the_uninterrupted_one(tmp_path, flags):
 def test_17_a_resumed_run_learns_by_the_flags_given_now(tmp_path, monkeypatch):
     """Rates and target; beta and the multiplier are the run's."""
     folder, seen, plain = tmp_path / "run", [], script.update
-    flags = "--env-id Lottery-v0 --no-cuda -b 3 -n 6 --beta 9"
+    flags = "--env-id Drawn-v0 --no-cuda -b 3 -n 6 --beta 9"
     script.train(parsed(f"{flags} --run-dir {folder}"))
     servo = script.load_checkpoint(folder)["servo"]
 

@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 import torch
 from maths import returns
-from program import (
-    Clockwork,
-    assert_same,
-    rows,
-    scalars,
-)
+from program import Clockwork, assert_same, rows, scalars
 
 import ppo_kl_adaptive as script
 from ppo_kl_adaptive import Args

@@ -12,13 +12,7 @@ import numpy as np
 import pytest
 import torch
 from maths import Log, frames_agent, program
-from program import (
-    ROOT,
-    assert_same,
-    content,
-    scalars,
-    write_checkpoint,
-)
+from program import ROOT, assert_same, content, scalars, write_checkpoint
 from scripts import refused, small_environments
 
 import ppo_pettingzoo_ma_atari as script
