@@ -124,31 +124,6 @@ def test_a_rollout_goes_on_where_the_last_one_stopped(script):
     assert log.rows[2:] == [(16, 3.0, 3)] * 2
 
 
-@both
-def test_junk_transitions_reach_nothing(script):
-    """Trap 4: whatever the rewards and actions of junk rows are, no bit of what is learned or
-    logged changes."""
-    results = []
-    for poison in (0.0, np.nan):
-        args, envs, agent = set_up(script, "ClockEnds5and3", num_envs=2, num_steps=20)
-        log, metrics = Log(), []
-        for _ in range(3):
-            data = script.rollout(agent, envs, log, args)
-            assert (~data.valid).sum() > 4
-            rewards, actions = data.rewards.copy(), data.actions.copy()
-            rewards[~data.valid] = poison
-            if math.isnan(poison):
-                junk = actions[~data.valid]
-                actions[~data.valid] = 1 - junk if script is ppo else poison
-            data = data._replace(rewards=rewards, actions=actions)
-            metrics.append(script.update(agent, data, 1e-3, args))
-        results.append((agent.state_dict(), metrics, log.rows))
-    (clean, *logs), (poisoned, *poisoned_logs) = results
-    assert logs == poisoned_logs
-    for name, value in clean.items():
-        assert torch.equal(value, poisoned[name]) and value.isfinite().all(), name
-
-
 # --- normalisers ----------------------------------------------------------------------------------
 def test_observations_are_normalized_and_clipped():
     """Traps 5, 11: the same for every observation, and from the agent's own buffers."""

@@ -24,10 +24,7 @@ class Kinds(gym.Env):
     """Observations drawn from any space, the last action's sum in every reward; episodes of 7 to 11
     steps, whose end is a termination if their length is even."""
 
-    render_mode = "rgb_array"
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
-
-    def __init__(self, observation=None, action=None, info=None, reward=float, render_mode=None):
+    def __init__(self, observation=None, action=None, info=None):
         self.observation_space = observation or spaces.Dict(
             screen=spaces.Box(shape=(16, 12, 3), **BYTES),
             codes=spaces.Box(shape=(7, 7, 2), **BYTES),
@@ -36,7 +33,7 @@ class Kinds(gym.Env):
             where=spaces.Discrete(3),
         )
         self.action_space = action or spaces.Tuple([spaces.Discrete(3), spaces.Box(-1, 1, (2,))])
-        self.info, self.reward = info or {}, reward
+        self.info = info or {}
 
     def reset(self, seed=None, options=None):
         super().reset(seed=seed)
@@ -48,13 +45,9 @@ class Kinds(gym.Env):
         assert self.action_space.contains(action), action
         self.t += 1
         total = float(np.sum(np.hstack(gym.spaces.flatten(self.action_space, action))))
-        over = self.t == self.end
-        even = self.end % 2 == 0
+        over, even = self.t == self.end, self.end % 2 == 0
         obs = self.observation_space.sample()
-        return obs, self.reward(total + self.t), over and even, over and not even, self.info
-
-    def render(self):
-        return np.zeros((32, 32, 3), np.uint8)
+        return obs, total + self.t, over and even, over and not even, self.info
 
 
 def register(name: str, **kwargs) -> str:
@@ -99,32 +92,25 @@ def test_what_is_seen_is_said(tmp_path, capfd):
     assert "sees picture image (36, 36, 2)\nsees height vector (1,)\n" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "name, observation, action",
-    [
-        ("Image", spaces.Box(shape=(36, 40, 3), **BYTES), spaces.Discrete(4, start=2)),
-        ("First", spaces.Box(shape=(3, 40, 36), **BYTES), spaces.MultiDiscrete([[2, 3], [3, 2]])),
-        ("Grey", spaces.Box(shape=(36, 36), **BYTES), spaces.MultiBinary(3)),
-        ("Stack", spaces.Box(shape=(2, 20, 20, 3), **BYTES), spaces.Box(-1, 1, (2, 3))),
-        ("Float", spaces.Box(-1, 1, (16, 16, 3)), spaces.Box(0, 9, (2,), np.int64)),
-        ("Vector", VECTOR, spaces.Box(-np.inf, 3.4e38, (2,), np.float64)),
-        ("Choice", spaces.MultiDiscrete([3, 4]), spaces.Tuple([spaces.Discrete(2)] * 2)),
-        (
-            "Nested",
-            spaces.Tuple([spaces.Dict(a=spaces.Discrete(2)), spaces.MultiBinary([2, 2])]),
-            spaces.Dict(
-                z=spaces.Dict(b=spaces.Box(0, 1, ())), a=spaces.Tuple([spaces.MultiBinary(2)])
-            ),
-        ),
-    ],
-)
-def test_every_kind_of_space_trains(tmp_path, name, observation, action):
-    env_id = register(name, observation=observation, action=action)
+SPACES = [  # of observations and of actions
+    (spaces.Box(shape=(36, 40, 3), **BYTES), spaces.Discrete(4, start=2)),
+    (spaces.Box(shape=(3, 40, 36), **BYTES), spaces.MultiDiscrete([[2, 3], [3, 2]])),
+    (spaces.Box(shape=(36, 36), **BYTES), spaces.MultiBinary(3)),
+    (spaces.Box(shape=(2, 20, 20, 3), **BYTES), spaces.Box(-1, 1, (2, 3))),
+    (spaces.Box(-1, 1, (16, 16, 3)), spaces.Box(0, 9, (2,), np.int64)),
+    (VECTOR, spaces.Box(-np.inf, 3.4e38, (2,), np.float64)),
+    (spaces.MultiDiscrete([3, 4]), spaces.Tuple([spaces.Discrete(2)] * 2)),
+    (spaces.Tuple([spaces.Dict(a=spaces.Discrete(2)), spaces.MultiBinary([2, 2])]),
+     spaces.Dict(z=spaces.Dict(b=spaces.Box(0, 1, ())), a=spaces.Tuple([spaces.MultiBinary(2)]))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("observation, action", SPACES)
+def test_every_kind_of_space_trains(tmp_path, observation, action):
+    env_id = register("Any", observation=observation, action=action)
     folder = train(tmp_path / "run", "--total-timesteps 64", env_id)
-    returns = ppo_pixels.evaluate(
-        ppo_pixels.parse_args(f"--evaluate {folder} --eval-episodes 2".split())
-    )
-    assert len(returns) == 2
+    play = ppo_pixels.parse_args(f"--evaluate {folder} --eval-episodes 2".split())
+    assert len(ppo_pixels.evaluate(play)) == 2
     agent, args = ppo_pixels.load(folder)
     assert args.env_id == env_id
     batch = gym.vector.utils.create_empty_array(observation, 3)
@@ -144,17 +130,13 @@ def row_of(batch, k):
 
 
 def test_masks_reach_the_policy(tmp_path):
-    """By info, and by an observation's key; what is masked is never done."""
-    mask = np.array([1, 0, 1, 0], np.int8)
-    by_info = register(
-        "Info", observation=VECTOR, action=spaces.Discrete(4), info={"action_mask": mask}
-    )
+    """By info; what is masked is never done."""
+    mask, choices = np.array([1, 0, 1, 0], np.int8), {"action": spaces.Discrete(4)}
+    by_info = register("Info", observation=VECTOR, info={"action_mask": mask}, **choices)
     folder = train(tmp_path / "run", "--total-timesteps 64", by_info)
     for _, actions in checkpoint(folder)["played"]:
         assert actions[:, [1, 3]].sum() == 0
-    nothing = register(
-        "None", observation=VECTOR, action=spaces.Discrete(4), info={"action_mask": 0 * mask}
-    )
+    nothing = register("None", observation=VECTOR, info={"action_mask": 0 * mask}, **choices)
     with pytest.raises(ValueError, match="leaves nothing to choose"):
         train(tmp_path / "none", "--total-timesteps 64", nothing)
     assert not (tmp_path / "none").exists()
