@@ -277,6 +277,7 @@ def test_rewards_are_scaled_by_the_deviation_of_all_returns_so_far():
     agent, _, _, copies, args = play_toy("--gamma 0.9 --gae-lambda 0", iterations=2)
     agent.get_value = lambda obs: obs[..., 0] * 0.0  # returns are rewards then
     for k, data in enumerate(copies):
+        data.rewards[0, :2] = torch.tensor([1e6, -1e6])  # to be clipped
         ((batch, *_), *_), _ = spied_update(agent, data, args)
         seen = torch.cat([one.discounted.flatten() for one in copies[: k + 1]]).double()
         expected = data.rewards / (seen.var(correction=0) + 1e-8).sqrt()
