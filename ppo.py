@@ -6,7 +6,7 @@
 """PPO, clipped, for discrete actions, in one file.
 
 Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huang et al. 2022 ("The
-37 implementation details of PPO"), each marked where it is. Every iteration:
+37 implementation details of PPO"), each marked in the code. Every iteration:
 
     1. take T steps in each of N environments with actions a ~ pi(a | s)
     2. A = GAE(lambda): a time limit bootstraps from the value of the true last observation, a
@@ -17,7 +17,7 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
     python ppo.py --env-id CartPole-v1  # --resume runs/RUN goes on, --evaluate runs/RUN plays
 
 Expect 470 over the last 100 episodes of training on CartPole-v1 (100,000 steps, 15 seconds on one
-CPU core), and 500 of the final policy. Flags and tags are CleanRL's, its defaults
+CPU core), and 500 of the final policy. Flags and tags are CleanRL's. Its defaults are
 `--learning-rate 2.5e-4 --update-epochs 4`.
 """
 
@@ -67,7 +67,7 @@ class Args:
     cuda: bool = True  # use a GPU if there is one; networks this small gain little from it
     num_threads: int = 1  # CPU threads of torch; more than one rarely helps networks this small
     compile: bool = True  # compile the update if a compiler works; results are the same to rounding
-    compile_from: int = 15_000  # runs of fewer gradient steps are not compiled: it takes too long
+    compile_from: int = 15_000  # shorter runs, in gradient steps, are not compiled
     cudagraphs: bool = False  # on a GPU, compile the update to CUDA graphs
     track: bool = False  # also log to Weights and Biases
     wandb_project_name: str = "ppo"  # project in Weights and Biases
@@ -77,12 +77,12 @@ class Args:
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
     run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: Path | None = None  # continue the run in this folder with its own arguments
-    evaluate: Path | None = None  # play the run in this folder, greedily and with drawn actions
+    evaluate: Path | None = None  # play the run in this folder, greedily and with sampled actions
     eval_episodes: int = 10  # episodes played by --evaluate
     checkpoint_interval: int = 20  # iterations between checkpoints
 
     # Environments
-    env_id: str = "CartPole-v1"  # gymnasium's, module:Id or envpool:Id; choices as actions
+    env_id: str = "CartPole-v1"  # gymnasium's id, module:Id or envpool:Id; discrete actions
     env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
     num_envs: int = 4  # environments played side by side
     env_workers: int = 0  # processes (EnvPool: threads) for the environments; 0: the main process
@@ -109,7 +109,7 @@ class Args:
     num_iterations: int = 0  # computed: total_timesteps // batch_size
 
     def __post_init__(self):
-        """Compute what is computed; a ValueError, which tyro shows, for what can't be meant."""
+        """Compute the last fields; raise ValueError, which tyro shows, for wrong arguments."""
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
@@ -118,12 +118,12 @@ class Args:
 
 
 def check(args, low: dict, high: dict):
-    """ValueError for a value of another type than its field's, for a number out of bounds (by
-    default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
+    """Raise ValueError for a value of a wrong type, for a number out of its bounds (by default 1
+    to 1e18, for fractions 0 to 1e18) and for flags that exclude each other."""
     for name, hint in get_type_hints(type(args)).items():
         flag = f"--{name.replace('_', '-')}"
         value = getattr(args, name)
-        kinds = get_args(hint) or (hint,)  # types or, of a Literal, its values
+        kinds = get_args(hint) or (hint,)  # types, or the values of a Literal
         types = tuple(kind for kind in kinds if isinstance(kind, type))
         whole = float in kinds and isinstance(value, int)
         if not (isinstance(value, types) or value in kinds or whole):
@@ -134,7 +134,7 @@ def check(args, low: dict, high: dict):
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
-        raise ValueError("--exp-name '': a name is wanted")
+        raise ValueError("--exp-name '': a name is needed")
     try:
         dict(**json.loads(args.env_kwargs))
     except (TypeError, ValueError, RecursionError) as error:
@@ -143,8 +143,11 @@ def check(args, low: dict, high: dict):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
+KEPT = ("num_envs",)  # flags that a resumed run can't change
+
+
 def parse_args(argv: list[str] | None = None) -> Args:
-    """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
+    """The command line as Args. With --resume or --evaluate the defaults are that run's."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
@@ -154,11 +157,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
     folder, _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
     saved = load_checkpoint(folder)["args"] if folder else Args()
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
-    if args.resume and args.num_envs != saved.num_envs:
-        fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
+    for name in KEPT:
+        if args.resume and getattr(args, name) != getattr(saved, name):
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            fail(f"{flag}: {args.resume} goes on with its {getattr(saved, name)}")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track: wandb is not installed: pip install wandb")
-    if args.capture_video:  # what is missing is better known before training
+    if args.capture_video:  # find out before training what is missing
         if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
             fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
         drawn_env(args).close()
@@ -166,15 +171,15 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def fail(message: str):
-    """One line on standard error, exit code 2."""
+    """Print one line to standard error and exit with code 2."""
     print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
 # --- environments ---------------------------------------------------------------------------------
 def make_env(env_id: str, **options) -> gym.Env:
-    """A gymnasium environment with flat observations; one clear line if there is no such thing."""
-    gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
+    """A gymnasium environment with flat observations; exits with one line if it can't be made."""
+    gym.logger.min_level = gym.logger.ERROR  # no warning that v4 ids are old
     try:
         env = gym.make(env_id, **{"disable_env_checker": True} | options)
         check_spaces(env_id, env.observation_space, env.action_space)
@@ -186,12 +191,12 @@ def make_env(env_id: str, **options) -> gym.Env:
     return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
 
 
-# Flattened, these are numbers, always as many
+# Spaces that flatten to a fixed number of numbers
 VECTORS = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
 
 
 def leaves(space: gym.Space) -> list[gym.Space]:
-    """The spaces that a Dict or Tuple, perhaps a nested one, is made of; of any other, itself."""
+    """The spaces inside a Dict or Tuple, nested ones too. Any other space is its own one leaf."""
     if not isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
         return [space]
     parts = space.values() if isinstance(space, gym.spaces.Dict) else space
@@ -199,14 +204,14 @@ def leaves(space: gym.Space) -> list[gym.Space]:
 
 
 def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
-    """One clear line if the spaces are none that this script learns with."""
+    """Exit with one line if this script can't learn with these spaces."""
     pixels = any(leaf.dtype == np.uint8 and len(leaf.shape) > 1 for leaf in leaves(space))
     vector = all(isinstance(leaf, VECTORS) for leaf in leaves(space)) and not pixels
     if not vector or gym.spaces.flatdim(space) > 20_000:
         hint = "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py"
         fail(f"--env-id {env_id}: {space}: {hint}")
     if not isinstance(actions, Discrete | MultiDiscrete | MultiBinary):
-        hint = "choices are wanted as actions; boxes: ppo_continuous_action.py"
+        hint = "choices are needed as actions; boxes: ppo_continuous_action.py"
         fail(f"--env-id {env_id}: {actions}: {hint}")
 
 
@@ -216,13 +221,13 @@ def episode_seed(*key: int) -> int:
 
 
 def seed_others(seed: int):
-    """Seed what only careless environments draw from; all others have their own `np_random`."""
+    """Seed the global generators. Most environments have their own, `np_random`, a few do not."""
     random.seed(seed)
     np.random.seed(seed)
 
 
 def to_env(space: gym.Space, choices: np.ndarray) -> np.ndarray:
-    """Choices [N, branches], counted from 0, in a space's shape, type and count."""
+    """Choices [N, branches], counted from 0, as the space has them: shape, type, first number."""
     return (choices.reshape(-1, *space.shape) + getattr(space, "start", 0)).astype(space.dtype)
 
 
@@ -249,7 +254,7 @@ class Envs:
         self.numbers = list(numbers)
         self.observation_space = envs[0].observation_space
         self.action_space = envs[0].action_space
-        self.episodes = [-1] * len(envs)  # how many each environment has ended
+        self.episodes = [-1] * len(envs)  # the number of each environment's running episode
         self.actions = [[] for _ in envs]  # of the running episodes
         self.rewards = [[] for _ in envs]
         self.over = np.zeros(len(envs), bool)  # [N], the last step ended an episode
@@ -268,7 +273,7 @@ class Envs:
                 self.play(i, action)
 
     def reset(self, i: int) -> np.ndarray:
-        """Begin the next episode of an environment; its first observation [D]."""
+        """Begin the next episode of an environment; gives its first observation [D]."""
         self.episodes[i] += 1
         self.actions[i] = []
         self.rewards[i] = []
@@ -282,7 +287,7 @@ class Envs:
         mask = info.get("action_mask", info.get("legal_action_mask"))
         if "action_mask" in getattr(self.space, "spaces", ()):
             mask = gym.spaces.unflatten(self.space, obs)["action_mask"]
-        obs = np.reshape(obs, self.observation_space.shape)  # longer ones would pass as masks
+        obs = np.reshape(obs, self.observation_space.shape)  # a longer one would pass as a mask
         if mask is None or not self.args.action_masks:
             return obs.astype(np.float32)
         mask = np.hstack(mask)
@@ -298,9 +303,9 @@ class Envs:
         try:
             number = np.asarray(reward).item()
             self.over[i] = terminated or truncated
-        except ValueError:  # several numbers
+        except ValueError:  # an array instead of one number
             what = f"{self.args.env_id}: {reward=}, {terminated=}, {truncated=}"
-            hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
+            hint = "one of each is needed (several rewards: a wrapper that weighs them)"
             raise ValueError(f"{what}: {hint}") from None
         self.obs[i] = self.with_mask(i, obs, info)
         self.actions[i].append(action)
@@ -328,7 +333,7 @@ class Envs:
         return {"obs": self.obs, "over": self.over}
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """What plays the running episodes again: their numbers and actions so far, [t, ...]."""
+        """What replays the running episodes: their numbers and actions so far, [t, ...]."""
         return [(n, np.array(x)) for n, x in zip(self.episodes, self.actions, strict=True)]
 
     def close(self):
@@ -337,12 +342,12 @@ class Envs:
 
 
 def work(pipe, args: Args, numbers: list[int], played: list | None):
-    """A worker process: some of the environments, stepped as its pipe tells, until that ends."""
-    for number in SIGNALS:  # the run decides when to stop
+    """A worker process: it does what its pipe says with its environments, until the pipe ends."""
+    for number in SIGNALS:  # the main process decides when to stop
         signal.signal(number, signal.SIG_IGN)
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):  # one worker prints what all would
+        with contextlib.redirect_stderr(said):  # all would print the same warnings
             envs = own_envs(args, numbers, played)
         if 0 in numbers:
             sys.stderr.write(said.getvalue())
@@ -354,16 +359,16 @@ def work(pipe, args: Args, numbers: list[int], played: list | None):
                 result = getattr(envs, method)(*given)
     except BaseException as error:
         told = isinstance(error, SystemExit) and said.getvalue()
-        with contextlib.suppress(OSError):  # the run may be over
+        with contextlib.suppress(OSError):  # the main process may be gone
             pipe.send(SystemExit(told) if told else RuntimeError(traceback.format_exc()))
 
 
 class WorkerEnvs:
-    """The same in processes, each with its share of the environments; the same bits."""
+    """Like Envs, with the environments in worker processes. The results are the same bits."""
 
     def __init__(self, args: Args, played: list | None):
         self.workers = []
-        atexit.register(self.close)  # else the interpreter would wait for them
+        atexit.register(self.close)  # or the interpreter would wait for the workers
         context = multiprocessing.get_context("spawn")
         for numbers in np.array_split(range(args.num_envs), args.env_workers):
             ours, theirs = context.Pipe()
@@ -375,7 +380,7 @@ class WorkerEnvs:
         self.observation_space, self.action_space = self.receive()[0]
 
     def receive(self) -> list:
-        """What each worker answers; their states are joined to this one's."""
+        """What each worker answers. The observations of all become this object's."""
         replies = []
         for process, pipe, _ in self.workers:
             try:
@@ -384,7 +389,7 @@ class WorkerEnvs:
                 process.join(1)
                 why = f"a process of --env-workers was killed (exit code {process.exitcode})"
                 replies.append(RuntimeError(f"{why}: not enough memory?"))
-            if isinstance(replies[-1], SystemExit):  # refused, in one line
+            if isinstance(replies[-1], SystemExit):  # the worker exited with a message
                 self.close()
                 sys.stderr.write(str(replies[-1]))
                 raise SystemExit(2)
@@ -392,13 +397,13 @@ class WorkerEnvs:
                 self.close()
                 raise replies[-1]
         shown, ended, results = zip(*replies, strict=True)
-        for name in shown[0]:  # obs, over ... [N, ...]
+        for name in shown[0]:  # obs, over and so on, [N, ...] each
             setattr(self, name, np.concatenate([part[name] for part in shown]))
         self.ended = [*itertools.chain(*ended)]
         return results
 
     def call(self, method: str, *rows: np.ndarray) -> list:
-        """What a method of `Envs` gives in each worker, with its share of the rows [N, ...]."""
+        """Call a method of `Envs` in each worker, with its share of the rows [N, ...]."""
         for _, pipe, share in self.workers:
             with contextlib.suppress(BrokenPipeError):  # `receive` says why
                 pipe.send((method, *[each[share] for each in rows]))
@@ -409,7 +414,7 @@ class WorkerEnvs:
         return [np.concatenate(parts) for parts in zip(*self.call("step", *rows), strict=True)]
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """`Envs.played` of all."""
+        """`Envs.played` of all workers."""
         return [*itertools.chain(*self.call("played"))]
 
     def close(self):
@@ -417,13 +422,13 @@ class WorkerEnvs:
             pipe.close()
         for process, _, _ in self.workers:
             process.join(5)
-            process.kill()  # if an environment does not end
+            process.kill()  # if an environment hangs
         self.workers = []
 
 
 class PoolEnvs:
-    """EnvPool's environments, stepped by threads of its own. They can't be played again: a run
-    resumed at iteration `start` begins new episodes, with other seeds."""
+    """EnvPool's environments, stepped by its own threads. Episodes can't be replayed: a run that
+    is resumed at iteration `start` begins new ones, with other seeds."""
 
     def __init__(self, args: Args, num_envs: int, start: int):
         seeds = [episode_seed(args.seed, i, start) % 2**31 for i in range(num_envs)]
@@ -436,7 +441,7 @@ class PoolEnvs:
 
             near = difflib.get_close_matches(name, envpool.list_all_envs())
             self.vector = envpool.make(name, **options, seed=seeds, **json.loads(args.env_kwargs))
-        except Exception as error:  # it is not installed, or has no such id, argument or game
+        except Exception as error:  # not installed, or an unknown id or argument
             hint = f"near ids: {near}; arguments: --env-kwargs; EnvPool itself: pip install envpool"
             fail(f"--env-id {args.env_id}: {error!r}; {hint}")
         self.space = self.vector.observation_space
@@ -468,7 +473,7 @@ class PoolEnvs:
         """Observations of a space, perhaps a nested one, as rows [N, D]."""
         if isinstance(space, gym.spaces.Dict):
             return np.concatenate([self.flat(space[name], obs[name]) for name in space], axis=1)
-        if not isinstance(space, gym.spaces.Box):  # choices become one-hot
+        if not isinstance(space, gym.spaces.Box):  # discrete parts become one-hot
             shaped = np.reshape(obs, (len(obs), *space.shape))
             obs = np.stack([gym.spaces.flatten(space, row) for row in shaped])
         return np.asarray(obs, np.float32).reshape(len(obs), -1)
@@ -505,7 +510,7 @@ def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
 
 # --- agent ----------------------------------------------------------------------------------------
 def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
-    """Two layers of 64 tanh units and a linear one; orthogonal weights, no bias (detail 2)."""
+    """Two layers of 64 tanh units and a linear one; orthogonal weights, biases 0 (detail 2)."""
     layers = []
     for sizes, scale in (((inputs, 64), 2**0.5), ((64, 64), 2**0.5), ((64, outputs), gain)):
         layers += [nn.Linear(*sizes), nn.Tanh()]
@@ -516,8 +521,8 @@ def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
 
 @torch.no_grad()
 def as_numpy(network: nn.Module, scale=1.0, shift=0.0):
-    """scale * network(x) + shift, as it is now, as a function of arrays x [N, D]. Linear layers and
-    tanh become numpy, which is fast where rows are few; all others are called in torch."""
+    """scale * network(x) + shift, with the present weights, as a function of arrays x [N, D].
+    Linear layers and tanh run in numpy, which is faster for few rows; others run in torch."""
     scale, shift = (torch.as_tensor(x).cpu() for x in (scale, shift))
     if type(network) is nn.Sequential:
         *hidden, last = network
@@ -550,7 +555,7 @@ class Agent(nn.Module):
         self.choices = branches(space)
         self.critic = mlp(self.dim, 1, gain=1.0)  # two networks (detail 13)
         self.actor = mlp(self.dim, sum(self.choices), gain=0.01)
-        self.rng = np.random.default_rng(args.seed)  # of actions and minibatches
+        self.rng = np.random.default_rng(args.seed)  # draws actions and minibatches
 
     def get_value(self, obs: torch.Tensor) -> torch.Tensor:
         """V [...] at observations [..., D]."""
@@ -560,7 +565,7 @@ class Agent(nn.Module):
         """Action [B, A] (sampled unless given), its log-probability [B], entropy [B] and value [B]:
         choices in A branches, whose numbers add up (MultiDiscrete detail 1)."""
         scores = self.actor(obs[..., : self.dim])
-        if obs.shape[-1] > self.dim:  # behind an observation may be its mask of valid choices
+        if obs.shape[-1] > self.dim:  # a mask of valid choices may follow the observation
             scores = scores.where(obs[..., self.dim :] > 0, -1e8)
         logprobs = [part.log_softmax(-1) for part in scores.split(self.choices, dim=-1)]
         if action is None:
@@ -574,8 +579,8 @@ class Agent(nn.Module):
     forward = get_action_and_value
 
     def numpy_scores(self):
-        """Scores of all choices [N, sum of branches] by the policy as it is now, in numpy, where
-        `get_action_and_value` has log-probabilities. `check_actor` compares them once a rollout."""
+        """Log-probabilities of all choices [N, sum of branches], not normalized, in numpy, with the
+        present weights. Once a rollout `check_actor` compares them with the others."""
         score = as_numpy(self.actor)
 
         def scores(obs: np.ndarray) -> np.ndarray:
@@ -587,7 +592,7 @@ class Agent(nn.Module):
         return scores
 
     def numpy_actor(self):
-        """`act` by the policy as it is now, on rows [N, D] and [N, branches], counted from 0."""
+        """`act` with the present weights, for rows [N, D]: choices [N, branches] from 0 on."""
         scores = self.numpy_scores()
         starts = np.cumsum([0, *self.choices[:-1]])
 
@@ -603,13 +608,13 @@ class Agent(nn.Module):
         return to_env(self.space, self.numpy_actor()(np.asarray(obs, np.float32), noise))
 
     def noise(self, *shape: int) -> np.ndarray:
-        """Gumbel noise for `shape` actions: the argmax of it and log-probabilities is a sample."""
+        """Gumbel noise for `shape` actions: the argmax of noise + log-probabilities is a sample."""
         return self.rng.gumbel(size=(*shape, sum(self.choices))).astype(np.float32)
 
 
 @torch.no_grad()
 def check_actor(agent: Agent, obs: np.ndarray, actions: np.ndarray):
-    """RuntimeError if `act` and `get_action_and_value` are two policies, by the log-probabilities
+    """Raise RuntimeError if `act` and `get_action_and_value` differ in the log-probabilities
     of actions [B, branches] at observations [B, D]."""
     device = agent.adam["parameters"].device
     obs, actions, scores = (
@@ -635,17 +640,17 @@ def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float)
 
 
 class Rollout(NamedTuple):
-    obs: np.ndarray  # [T + 1, N, D], perhaps with a mask behind
+    obs: np.ndarray  # [T + 1, N, D], perhaps followed by a mask
     actions: np.ndarray  # [T, N, branches], counted from 0
     rewards: np.ndarray  # [T, N]
     terminated: np.ndarray  # [T, N]
     truncated: np.ndarray  # [T, N]
-    valid: np.ndarray  # [T, N], False in the row after an episode's end: there its action was
-    # ignored and the reward is none, but its observation is the episode's true last one
+    valid: np.ndarray  # [T, N], False in the row after an episode's end, whose action was ignored
+    # and whose reward is 0; its observation is the episode's true last one
 
 
 class Batch(NamedTuple):
-    obs: torch.Tensor  # [B, D], perhaps with a mask behind
+    obs: torch.Tensor  # [B, D], perhaps followed by a mask
     actions: torch.Tensor  # [B, branches]
     logprobs: torch.Tensor  # [B], before the update
     advantages: torch.Tensor  # [B]
@@ -654,8 +659,8 @@ class Batch(NamedTuple):
 
 
 def ppo_loss(agent, args: Args, batch: Batch):
-    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and what is
-    logged of it."""
+    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and its
+    metrics."""
     _, logprob, entropy, value = agent(batch.obs, batch.actions)
     logratio = logprob - batch.logprobs
     ratio = logratio.exp()
@@ -673,7 +678,7 @@ def ppo_loss(agent, args: Args, batch: Batch):
         error = torch.max(error, (batch.values + change - batch.returns).square())
     value_loss = 0.5 * error.mean()
 
-    entropy = entropy.mean()  # a bonus on it encourages exploration (detail 10)
+    entropy = entropy.mean()  # its bonus keeps the policy exploring (detail 10)
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
     metrics = {"value_loss": value_loss, "policy_loss": policy_loss, "entropy": entropy}
@@ -682,12 +687,12 @@ def ppo_loss(agent, args: Args, batch: Batch):
 
 
 def trained(agent: Agent) -> dict[str, nn.Parameter]:
-    """The parameters that learn; frozen ones, without `requires_grad`, do not."""
+    """The parameters that are trained: those with `requires_grad`."""
     return {name: p for name, p in agent.named_parameters() if p.requires_grad}
 
 
 def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
-    """Adam's state for all trained parameters as one vector [P]; the agent's become views of it."""
+    """Adam's state. Parameters are one vector [P], of which the agent's own become views."""
     vector = nn.utils.parameters_to_vector(trained(agent).values()).detach()
     nn.utils.vector_to_parameters(vector, trained(agent).values())
     state = {name: torch.zeros_like(vector) for name in ("exp_avg", "exp_avg_sq")}
@@ -695,19 +700,19 @@ def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
 
 
 def check_views(agent: Agent):
-    """RuntimeError if the parameters that learn are not those of the vector any more: some were
-    frozen, thawed or replaced after `flat_adam`, and the optimizer would not follow."""
+    """Raise RuntimeError if a parameter was frozen, unfrozen or replaced after `flat_adam`: the
+    optimizer would not follow."""
     place = 0
     vector = agent.adam["parameters"]
     for name, p in agent.named_parameters():
         inside = p.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
         if inside != p.requires_grad or (inside and p.storage_offset() != place):
-            raise RuntimeError(f"{name} was frozen, thawed or replaced after flat_adam")
+            raise RuntimeError(f"{name} was frozen, unfrozen or replaced after flat_adam")
         place += p.numel() if inside else 0
 
 
 def minibatch_step(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
-    """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; metrics."""
+    """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; gives metrics."""
     parts = iter(adam["parameters"].split([p.numel() for p in trained(agent).values()]))
     views = {name: next(parts).view(p.shape) for name, p in trained(agent).items()}
 
@@ -742,8 +747,8 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
     fields = obs[:-1], actions, logprobs.detach(), advantages, returns, values[:-1]
     batch = Batch(*[x.flatten(0, 1) for x in fields])  # [B, ...], B = T * N
 
-    rows = np.flatnonzero(data.valid)  # what is learned from
-    num_minibatches = min(args.num_minibatches, len(rows) // 2)  # two rows at least in each
+    rows = np.flatnonzero(data.valid)  # the rows to learn from
+    num_minibatches = min(args.num_minibatches, len(rows) // 2)  # at least two rows in each
     if num_minibatches == 0:  # nothing to learn from
         return {}
     steps = []  # metrics of each step
@@ -753,14 +758,14 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
         for minibatch in order.tensor_split(num_minibatches):
             names, numbers = step(agent, agent.adam, batch, minibatch, learning_rate, args)
-            steps.append(numbers.clone())  # CUDA graphs write into theirs again
+            steps.append(numbers.clone())  # CUDA graphs reuse their output
         approx_kl = torch.stack(steps[-num_minibatches:])[:, names.index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
     means = torch.stack(steps).mean(dim=0).tolist()
     metrics = {f"losses/{name}": mean for name, mean in zip(names, means, strict=True)}
-    error = batch.advantages[rows].var()  # of R - V
-    scale = batch.returns[rows].var()  # of R
+    error = batch.advantages[rows].var()  # variance of R - V
+    scale = batch.returns[rows].var()  # variance of R
     metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
     return metrics
 
@@ -793,7 +798,7 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs | PoolEnvs, run: "Run", args: 
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's folder, its logs and its counters. While this is open, the folder is its alone."""
+    """A run's folder, logs and counters. While it is open, no other process can use the folder."""
 
     def __init__(self, args: Args, checkpoint: dict):
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
@@ -811,7 +816,7 @@ class Run:
         except OSError as error:
             fail(f"no folder for the run: {error}")
         with contextlib.ExitStack() as undo:
-            undo.enter_context(self.csv)  # closed, and the folder free again, if what follows fails
+            undo.enter_context(self.csv)  # if the start fails, close it: the folder is free again
             try:
                 fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -820,7 +825,7 @@ class Run:
                 fail(f"{self.folder}: {error}")
             if not args.resume and (self.folder / "checkpoint.pt").exists():
                 fail(f"a run is there: --resume {self.folder} goes on with it")
-            # what was logged after the checkpoint goes: it will be logged again
+            # drop the rows after the checkpoint: they will be logged again
             known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
             self.csv.truncate(len(b"".join(known)))
             self.rows = max(len(known) - 1, 0)
@@ -828,11 +833,11 @@ class Run:
                 self.csv.write("global_step,seconds,return,length\n")
             self.wandb = None
             if args.track:
-                import wandb  # before the writer, which it follows
+                import wandb  # before SummaryWriter, which it patches
 
                 project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
                 more = {"config": vars(self.args), "sync_tensorboard": True}
-                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one when resumed
+                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # resumed: the same run
                 self.wandb = wandb.init(name=self.folder.name, **project, **more)
             self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
             table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
@@ -850,7 +855,7 @@ class Run:
         if self.wandb:
             self.wandb.finish()
         self.write_json(self.status)
-        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
+        if kind and self.new and self.global_step == 0:  # failed before a step: leave nothing
             shutil.rmtree(self.folder, ignore_errors=True)
         self.csv.close()
 
@@ -890,7 +895,7 @@ class Run:
 
 
 def new_folder(args: Args) -> Path:
-    """A new folder below runs/, of this run alone: two that start in one second get two."""
+    """Make a new folder below runs/. Two runs that start in one second get two folders."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     for k in itertools.count(1):
         folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
@@ -900,14 +905,14 @@ def new_folder(args: Args) -> Path:
 
 
 def refuse_links(folder: Path):
-    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
+    """Exit with one line if a folder has links: through them a run would write elsewhere."""
     for path in folder.rglob("*"):
         if path.is_symlink():
             fail(f"{path} is a link: a run writes into its own folder alone")
 
 
 def save(run: Run, agent: Agent, envs):
-    """Everything needed to continue, whole or not at all: written aside, then renamed."""
+    """Save all that is needed to continue. The file is renamed when whole: it is never half."""
     run.writer.flush()
     state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
     state |= {"adam": agent.adam, "rng": agent.rng.bit_generator.state}
@@ -919,11 +924,11 @@ def save(run: Run, agent: Agent, envs):
 
 
 def load_checkpoint(folder: Path) -> dict:
-    """What `save` wrote; runs no code, whoever wrote it."""
+    """Read what `save` wrote. No code in the file is run."""
     content = {}
     path = Path(folder) / "checkpoint.pt"
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would block
             raise FileNotFoundError(path.name)
         with zipfile.ZipFile(path) as file:
             if file.testzip():
@@ -933,15 +938,15 @@ def load_checkpoint(folder: Path) -> dict:
         step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
         content["counters"] = int(step), int(iteration), float(seconds), int(rows)
         content["returns"] = [float(x) for x in content.get("returns", ())]
-        content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
-        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none yet
+        content["played"] = [(int(n), np.atleast_1d(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none begun
         if not all(number >= 0 for number in numbers):
             raise ValueError(f"its counters are {numbers}")
-    except Exception as error:  # damage shows in many ways
+    except Exception as error:  # damaged files raise errors of many kinds
         maker = f", made by {content['script']}" if "script" in content else ""
         fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
     module, _, name = args.env_id.rpartition(":")
-    if module != "envpool":  # a module's code runs if the command line names it
+    if module != "envpool":  # only the command line may name a module to import
         args.env_id = name
     return content | {"args": args}
 
@@ -957,12 +962,13 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
     try:
         agent.load_state_dict(checkpoint["agent"])
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        fail(f"{folder}: its agent does not fit the environment: {error}")
+        maker = checkpoint.get("script")
+        fail(f"{folder}: its agent, by {maker}, does not fit the environment: {error}")
     return agent, args
 
 
 def drawn_env(args: Args) -> gym.Env:
-    """An environment whose frames can be drawn; one clear line if they can't."""
+    """An environment that can draw its frames; exits with one line if they can't."""
     if args.env_id.startswith("envpool:"):
         fail("--capture-video: of gymnasium's environments alone, not EnvPool's")
     env = make_env(args.env_id, **json.loads(args.env_kwargs) | {"render_mode": "rgb_array"})
@@ -975,17 +981,17 @@ def drawn_env(args: Args) -> gym.Env:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily, then with drawn actions as in training; returns the
+    """Play the run in `args.evaluate` greedily, then with sampled actions; returns the
     greedy returns. `capture_video` records the greedy episodes into its videos/."""
     greedy = play(args, "eval")
-    drawn = play(replace(args, capture_video=False), "drawn")
-    for name, returns in (("greedy", greedy), ("drawn", drawn)):
+    sampled = play(replace(args, capture_video=False), "sampled")
+    for name, returns in (("greedy", greedy), ("sampled", sampled)):
         print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return greedy
 
 
 def play(args: Args, name: str) -> list[float]:
-    """Returns of `eval_episodes` episodes, printed under this name; those of "drawn" are drawn."""
+    """Returns of `eval_episodes` episodes, printed under this name; "sampled" is not greedy."""
     played = replace(args, seed=episode_seed(args.seed, 2**31))
     if args.capture_video:
         refuse_links(args.evaluate)
@@ -996,13 +1002,13 @@ def play(args: Args, name: str) -> list[float]:
     else:
         envs = make_envs(played, 1)
     returns = []
-    bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
+    bar = tqdm(unit="step", leave=False, disable=None)  # drawing frames takes a while
     with contextlib.closing(envs), bar:
         agent, _ = load(args.evaluate, envs)
         act = agent.numpy_actor()
         for episode in range(args.eval_episodes):
             for _ in range(100_000):
-                noise = agent.noise(1) if name == "drawn" else None
+                noise = agent.noise(1) if name == "sampled" else None
                 envs.step(act(envs.obs, noise))
                 bar.update()
                 if envs.ended:
@@ -1017,24 +1023,24 @@ def play(args: Args, name: str) -> list[float]:
 
 # --- training -------------------------------------------------------------------------------------
 def compile_step(agent: Agent, args: Args):
-    """`minibatch_step` compiled; as it is in a short run, or if no compiler works."""
+    """`minibatch_step`, compiled unless the run is short or no compiler works."""
     steps = args.num_iterations * args.update_epochs * args.num_minibatches
     if not args.compile or steps < args.compile_from:
         return minibatch_step
     options = {"cpp_wrapper": agent.adam["steps"].is_cpu, "triton.cudagraphs": args.cudagraphs}
-    options |= {"cpp.vec_isa_ok": True, "cpp.use_decompose_tanh": True}  # starts, and runs, faster
+    options |= {"cpp.vec_isa_ok": True, "cpp.use_decompose_tanh": True}  # compiles and runs faster
     try:
-        torch.compiler.reset()  # of another agent in this process
+        torch.compiler.reset()  # forget what was compiled for another agent
         torch._dynamo.config.trace_autograd_ops = True
         torch.compile(lambda x: x + 1, options=options)(agent.adam["steps"])
     except Exception as error:  # whatever a missing, old or broken compiler raises
         print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
         return minibatch_step
-    if args.cudagraphs:  # which change these in place
+    if args.cudagraphs:  # the graphs change these in place
         for tensor in agent.adam.values():
             torch._dynamo.mark_static_address(tensor, guard=False)
-    # Shapes and types of an agent do not change, but for the number of rows; so only the fields of
-    # Args are watched: it is compiled again when one changes.
+    # An agent's shapes and types stay, except for the number of rows. So only the fields of Args
+    # are guarded: the step is compiled again when one changes.
     options["guard_filter_fn"] = lambda guards: [
         re.match(r"(L\[')?args\b", guard.name) is not None for guard in guards
     ]
@@ -1043,11 +1049,11 @@ def compile_step(agent: Agent, args: Args):
 
 
 def following(step, args: Args):
-    """A compiled step that follows schedules: a number of Args that is not what it was at first is
-    given as a tensor, as the learning rate is, so that it is compiled again once and no more."""
+    """Make a compiled step follow schedules. A number of Args that has changed since the start is
+    passed as a tensor, as the learning rate is: then the step is compiled again only once."""
     first = dict(vars(args))
     last = first
-    given = args  # tensors are made where a number changes, not in each step
+    given = args  # made again when a number changes, not in each step
 
     def follow(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
         nonlocal last, given
@@ -1067,8 +1073,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """The list of the signals that have come. The first ends training after its iteration, the next
-    acts at once. Outside the main thread, which alone may handle signals, none is caught."""
+    """A list of the signals that have come. The first ends training after its iteration, the next
+    acts at once. Only the main thread can catch signals; elsewhere the list stays empty."""
     stop = []
 
     def handler(number, frame):
@@ -1096,7 +1102,7 @@ def restore(agent: Agent, checkpoint: dict, folder: Path):
 
 
 def check_finite(iteration: int, values: dict):
-    """FloatingPointError that names the first value with a NaN or an infinity."""
+    """Raise FloatingPointError that names the first value with a NaN or an infinity."""
     for name, x in values.items():
         if not torch.as_tensor(x).isfinite().all():
             raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
@@ -1138,10 +1144,10 @@ def train(args: Args) -> Path:
 
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
-    """Say how to go on or to play; play and record, if that is wanted."""
+    """Print how to go on or to play; save the weights and record a video, if asked to."""
     script = f"python {shlex.quote(sys.argv[0])}"
     folder = shlex.quote(str(run.folder))
-    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
+    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be named again
         folder += f" --env-id {run.args.env_id}"
     if run.status == "running":
         print(f"go on with: {script} --resume {folder}")
@@ -1157,7 +1163,7 @@ def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):  # a terminal may lack a folder's letters
+    for stream in (sys.stdout, sys.stderr):  # a terminal may not know all letters
         stream.reconfigure(errors="backslashreplace")
     args = parse_args()
     evaluate(args) if args.evaluate else train(args)

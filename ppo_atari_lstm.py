@@ -6,7 +6,7 @@
 """PPO, clipped, for Atari from pixels, with an LSTM instead of stacked frames, in one file.
 
 Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huang et al. 2022 ("The
-37 implementation details of PPO"), each marked where it is. Every iteration:
+37 implementation details of PPO"), each marked in the code. Every iteration:
 
     1. take T steps in each of N environments (EnvPool's); keep the LSTM's state before the first
     2. A = GAE(lambda); a lost life ends an episode. The row after it is never learned from: it has
@@ -73,7 +73,7 @@ class Args:
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
     run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: Path | None = None  # continue the run in this folder with its own arguments
-    evaluate: Path | None = None  # play the run in this folder, greedily and with drawn actions
+    evaluate: Path | None = None  # play the run in this folder, greedily and with sampled actions
     eval_episodes: int = 10  # games played by --evaluate
     checkpoint_interval: int = 20  # iterations between checkpoints
 
@@ -100,7 +100,7 @@ class Args:
     num_iterations: int = 0  # computed: total_timesteps // batch_size
 
     def __post_init__(self):
-        """Compute what is computed; a ValueError, which tyro shows, for what can't be meant."""
+        """Compute the last fields; raise ValueError, which tyro shows, for wrong arguments."""
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
@@ -110,8 +110,8 @@ class Args:
 
 
 def check(args, low: dict, high: dict):
-    """ValueError for a value of another type than its field's, for a number out of bounds (by
-    default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
+    """Raise ValueError for a value of a wrong type, for a number out of its bounds (by default 1
+    to 1e18, for fractions 0 to 1e18) and for flags that exclude each other."""
     for name, hint in get_type_hints(type(args)).items():
         flag = f"--{name.replace('_', '-')}"
         value = getattr(args, name)
@@ -124,13 +124,16 @@ def check(args, low: dict, high: dict):
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
-        raise ValueError("--exp-name '': a name is wanted")
+        raise ValueError("--exp-name '': a name is needed")
     if args.resume and (args.run_dir or args.evaluate):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
+KEPT = ("num_envs", "env_id")  # flags that a resumed run can't change
+
+
 def parse_args(argv: list[str] | None = None) -> Args:
-    """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
+    """The command line as Args. With --resume or --evaluate the defaults are that run's."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
@@ -140,13 +143,15 @@ def parse_args(argv: list[str] | None = None) -> Args:
     folder, _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
     saved = load_checkpoint(folder)["args"] if folder else Args()
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
-    if args.resume and (args.env_id, args.num_envs) != (saved.env_id, saved.num_envs):
-        fail(f"{args.resume} goes on with its {saved.num_envs} environments of {saved.env_id}")
+    for name in KEPT:
+        if args.resume and getattr(args, name) != getattr(saved, name):
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            fail(f"{flag}: {args.resume} goes on with its {getattr(saved, name)}")
     if importlib.util.find_spec("envpool") is None:
         fail("envpool is not installed: pip install envpool")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track: wandb is not installed: pip install wandb")
-    if args.capture_video:  # what is missing is better known before training
+    if args.capture_video:  # find out before training what is missing
         if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
             fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
         drawn_envs(args).close()
@@ -154,7 +159,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def fail(message: str):
-    """One line on standard error, exit code 2."""
+    """Print one line to standard error and exit with code 2."""
     print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -203,7 +208,7 @@ class Envs:
         self.obs, rewards, terminated, truncated, info = self.vector.step(actions)
         self.over = terminated | truncated
         self.scores += info["reward"]  # neither clipped nor cut at a lost life
-        games = info["terminated"].astype(bool) | truncated  # not those that lost a life
+        games = info["terminated"].astype(bool) | truncated  # whole games, not lost lives
         episodes = zip(self.scores.tolist(), self.lengths.tolist(), strict=True)
         self.ended = [(i, *both) for i, both in enumerate(episodes) if games[i]]
         self.scores[games] = 0.0
@@ -216,7 +221,7 @@ class Envs:
 
 # --- agent ----------------------------------------------------------------------------------------
 def layer_init(layer: nn.Linear, gain: float = math.sqrt(2)) -> nn.Linear:
-    """Orthogonal weights, no bias (detail 2)."""
+    """Orthogonal weights, biases 0 (detail 2)."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -326,8 +331,8 @@ class Rollout(NamedTuple):
     rewards: np.ndarray  # [T, N], clipped
     terminated: np.ndarray  # [T, N]
     truncated: np.ndarray  # [T, N]
-    valid: np.ndarray  # [T, N], False in the row after an episode's end: there its action was
-    # ignored and the reward is none, but its observation is the episode's true last one
+    valid: np.ndarray  # [T, N], False in the row after an episode's end, whose action was ignored
+    # and whose reward is 0; its observation is the episode's true last one
 
 
 class Batch(NamedTuple):
@@ -343,8 +348,7 @@ class Batch(NamedTuple):
 
 
 def ppo_loss(agent, args: Args, batch: Batch):
-    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch, and what is logged of
-    it."""
+    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch, and its metrics."""
     # states, too, as the parameters now make them (LSTM detail 5)
     _, *outputs, _ = agent(batch.obs, batch.state, batch.first, batch.actions)
     logprob, entropy, value = (x[batch.rows] for x in outputs)
@@ -364,7 +368,7 @@ def ppo_loss(agent, args: Args, batch: Batch):
         error = torch.max(error, (batch.values + change - batch.returns).square())
     value_loss = 0.5 * error.mean()
 
-    entropy = entropy.mean()  # a bonus on it encourages exploration (detail 10)
+    entropy = entropy.mean()  # its bonus keeps the policy exploring (detail 10)
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
     metrics = {"value_loss": value_loss, "policy_loss": policy_loss, "entropy": entropy}
@@ -389,7 +393,7 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
         # every environment once an epoch, with all its rows (detail 6, LSTM detail 4)
         for which in np.array_split(rng.permutation(args.num_envs), args.num_minibatches):
             rows = torch.as_tensor(np.flatnonzero(data.valid[:, which]), device=values.device)
-            if len(rows) < 2:  # advantages of fewer can't be normalized
+            if len(rows) < 2:  # fewer than two advantages can't be normalized
                 continue
             inputs = [x[:, which].flatten(0, 1) for x in shown]
             targets = [x[:, which].flatten(0, 1)[rows] for x in learned]
@@ -409,8 +413,8 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
             break
     means = torch.stack(steps).mean(dim=0).tolist()
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
-    error = advantages[data.valid].var(correction=0)  # of R - V
-    scale = returns[data.valid].var(correction=0)  # of R
+    error = advantages[data.valid].var(correction=0)  # variance of R - V
+    scale = returns[data.valid].var(correction=0)  # variance of R
     metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
     return metrics
 
@@ -458,7 +462,7 @@ def rollout(agent: Agent, envs: Envs, state: torch.Tensor, run: "Run", args: Arg
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's folder, its logs and its counters. While this is open, the folder is its alone."""
+    """A run's folder, logs and counters. While it is open, no other process can use the folder."""
 
     def __init__(self, args: Args, checkpoint: dict):
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
@@ -476,7 +480,7 @@ class Run:
         except OSError as error:
             fail(f"no folder for the run: {error}")
         with contextlib.ExitStack() as undo:
-            undo.enter_context(self.csv)  # closed, and the folder free again, if what follows fails
+            undo.enter_context(self.csv)  # if the start fails, close it: the folder is free again
             try:
                 fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -485,7 +489,7 @@ class Run:
                 fail(f"{self.folder}: {error}")
             if not args.resume and (self.folder / "checkpoint.pt").exists():
                 fail(f"a run is there: --resume {self.folder} goes on with it")
-            # what was logged after the checkpoint goes: it will be logged again
+            # drop the rows after the checkpoint: they will be logged again
             known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
             self.csv.truncate(len(b"".join(known)))
             self.rows = max(len(known) - 1, 0)
@@ -493,11 +497,11 @@ class Run:
                 self.csv.write("global_step,seconds,return,length\n")
             self.wandb = None
             if args.track:
-                import wandb  # before the writer, which it follows
+                import wandb  # before SummaryWriter, which it patches
 
                 project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
                 more = {"config": vars(self.args), "sync_tensorboard": True}
-                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one when resumed
+                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # resumed: the same run
                 self.wandb = wandb.init(name=self.folder.name, **project, **more)
             self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
             table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
@@ -515,7 +519,7 @@ class Run:
         if self.wandb:
             self.wandb.finish()
         self.write_json(self.status)
-        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
+        if kind and self.new and self.global_step == 0:  # failed before a step: leave nothing
             shutil.rmtree(self.folder, ignore_errors=True)
         self.csv.close()
 
@@ -555,7 +559,7 @@ class Run:
 
 
 def new_folder(args: Args) -> Path:
-    """A new folder below runs/, of this run alone: two that start in one second get two."""
+    """Make a new folder below runs/. Two runs that start in one second get two folders."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     for k in itertools.count(1):
         folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
@@ -565,14 +569,14 @@ def new_folder(args: Args) -> Path:
 
 
 def refuse_links(folder: Path):
-    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
+    """Exit with one line if a folder has links: through them a run would write elsewhere."""
     for path in folder.rglob("*"):
         if path.is_symlink():
             fail(f"{path} is a link: a run writes into its own folder alone")
 
 
 def save(run: Run, agent: Agent):
-    """Everything needed to continue, whole or not at all: written aside, then renamed."""
+    """Save all that is needed to continue. The file is renamed when whole: it is never half."""
     run.writer.flush()
     state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
     state["optimizer"] = agent.adam.state_dict()
@@ -583,11 +587,11 @@ def save(run: Run, agent: Agent):
 
 
 def load_checkpoint(folder: Path) -> dict:
-    """What `save` wrote; runs no code, whoever wrote it."""
+    """Read what `save` wrote. No code in the file is run."""
     content = {}
     path = Path(folder) / "checkpoint.pt"
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would block
             raise FileNotFoundError(path.name)
         with zipfile.ZipFile(path) as file:
             if file.testzip():
@@ -597,15 +601,15 @@ def load_checkpoint(folder: Path) -> dict:
         step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
         content["counters"] = int(step), int(iteration), float(seconds), int(rows)
         content["returns"] = [float(x) for x in content.get("returns", ())]
-        content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
-        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none yet
+        content["played"] = [(int(n), np.atleast_1d(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none begun
         if not all(number >= 0 for number in numbers):
             raise ValueError(f"its counters are {numbers}")
-    except Exception as error:  # damage shows in many ways
+    except Exception as error:  # damaged files raise errors of many kinds
         maker = f", made by {content['script']}" if "script" in content else ""
         fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
     module, _, name = args.env_id.rpartition(":")
-    if module != "envpool":  # a module's code runs if the command line names it
+    if module != "envpool":  # only the command line may name a module to import
         args.env_id = name
     return content | {"args": args}
 
@@ -621,12 +625,13 @@ def load(folder: Path, envs=None) -> tuple[Agent, Args]:
     try:
         agent.load_state_dict(checkpoint["agent"])
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        fail(f"{folder}: its agent does not fit the environment: {error}")
+        maker = checkpoint.get("script")
+        fail(f"{folder}: its agent, by {maker}, does not fit the environment: {error}")
     return agent, args
 
 
 def drawn_envs(args: Args) -> Envs:
-    """One game whose frames can be drawn; one clear line if they can't."""
+    """One game that can draw its frames; exits with one line if they can't."""
     try:
         envs = Envs(args, slice(0, 1), render_mode="rgb_array")
         envs.vector.render(env_ids=[0])
@@ -636,18 +641,18 @@ def drawn_envs(args: Args) -> Envs:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily, then with drawn actions as in training; returns the
+    """Play the run in `args.evaluate` greedily, then with sampled actions; returns the
     greedy returns. `capture_video` records the greedy episodes into its videos/."""
     torch.set_num_threads(args.num_threads or 1)
     greedy = play(args, "eval")
-    drawn = play(replace(args, capture_video=False), "drawn")
-    for name, returns in (("greedy", greedy), ("drawn", drawn)):
+    sampled = play(replace(args, capture_video=False), "sampled")
+    for name, returns in (("greedy", greedy), ("sampled", sampled)):
         print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return greedy
 
 
 def play(args: Args, name: str) -> list[float]:
-    """Returns of `eval_episodes` episodes, printed under this name; those of "drawn" are drawn."""
+    """Returns of `eval_episodes` episodes, printed under this name; "sampled" is not greedy."""
     played = replace(args, seed=episode_seed(args.seed, 2**31))
     videos = args.evaluate / "videos"
     if args.capture_video:
@@ -665,7 +670,7 @@ def play(args: Args, name: str) -> list[float]:
         state = agent.initial_state(1)
         while len(returns) < args.eval_episodes:
             state[:, envs.first] = 0.0  # where training cleared it
-            noise = rng.gumbel(size=(1, len(agent.actor.bias))) if name == "drawn" else None
+            noise = rng.gumbel(size=(1, len(agent.actor.bias))) if name == "sampled" else None
             envs.step(agent.act(envs.obs, noise, state=state))
             steps += 1
             if args.capture_video:
@@ -708,8 +713,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """The list of the signals that have come. The first ends training after its iteration, the next
-    acts at once. Outside the main thread, which alone may handle signals, none is caught."""
+    """A list of the signals that have come. The first ends training after its iteration, the next
+    acts at once. Only the main thread can catch signals; elsewhere the list stays empty."""
     stop = []
 
     def handler(number, frame):
@@ -737,13 +742,13 @@ def restore(agent: Agent, checkpoint: dict, folder: Path):
             for name in ("exp_avg", "exp_avg_sq"):
                 if state[name].shape != parameter.shape:
                     raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
-                state[name] = torch.empty_like(parameter).copy_(state[name])  # in its layout
+                state[name] = torch.empty_like(parameter).copy_(state[name])  # in the same layout
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         fail(f"{folder}: its checkpoint does not fit: {error!r}")
 
 
 def check_finite(iteration: int, values: dict):
-    """FloatingPointError that names the first value with a NaN or an infinity."""
+    """Raise FloatingPointError that names the first value with a NaN or an infinity."""
     for name, x in values.items():
         if not torch.as_tensor(x).isfinite().all():
             raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
@@ -786,10 +791,10 @@ def train(args: Args) -> Path:
 
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
-    """Say how to go on or to play; play and record, if that is wanted."""
+    """Print how to go on or to play; save the weights and record a video, if asked to."""
     script = f"python {shlex.quote(sys.argv[0])}"
     folder = shlex.quote(str(run.folder))
-    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
+    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be named again
         folder += f" --env-id {run.args.env_id}"
     if run.status == "running":
         print(f"go on with: {script} --resume {folder}")
@@ -805,7 +810,7 @@ def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):  # a terminal may lack a folder's letters
+    for stream in (sys.stdout, sys.stderr):  # a terminal may not know all letters
         stream.reconfigure(errors="backslashreplace")
     args = parse_args()
     evaluate(args) if args.evaluate else train(args)

@@ -6,7 +6,7 @@
 """PPO, clipped, for Atari from pixels, on one process or many, in one file.
 
 Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huang et al. 2022 ("The
-37 implementation details of PPO"), each marked where it is. With P processes, every iteration:
+37 implementation details of PPO"), each marked in the code. With P processes, every iteration:
 
     1. take T steps in each of N environments, N / P of them (EnvPool's) in each process
     2. A = GAE(lambda); a lost life ends an episode, the row after it is never learned from
@@ -24,7 +24,7 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
 The number of processes changes where the work is done, not what is learned. The same command with
 --run-dir goes on where a run was cut off: torchrun's restarts and Slurm's requeue need no more.
 Expect 20 on Pong-v5 and 290 on Breakout-v5 after 4M steps with the flags on its page (raw scores).
-Flags and tags are CleanRL's. Left out on purpose: recurrence, environments but EnvPool's.
+Flags and tags are CleanRL's. Left out on purpose: recurrence, other environments than EnvPool's.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ import tyro
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-RANK = int(os.environ.get("RANK", 0))  # of this process, by torchrun; 0 alone writes and prints
+RANK = int(os.environ.get("RANK", 0))  # number of this process; only 0 writes and prints
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Args:
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
     run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: Path | None = None  # continue the run in this folder with its own arguments
-    evaluate: Path | None = None  # play the run in this folder, greedily and with drawn actions
+    evaluate: Path | None = None  # play the run in this folder, greedily and with sampled actions
     eval_episodes: int = 10  # games played by --evaluate
     checkpoint_interval: int = 20  # iterations between checkpoints
 
@@ -111,7 +111,7 @@ class Args:
     num_iterations: int = 0  # computed: total_timesteps // batch_size
 
     def __post_init__(self):
-        """Compute what is computed; a ValueError, which tyro shows, for what can't be meant."""
+        """Compute the last fields; raise ValueError, which tyro shows, for wrong arguments."""
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.num_envs = self.local_num_envs * self.world_size or self.num_envs
         self.batch_size = self.num_envs * self.num_steps
@@ -140,8 +140,8 @@ def fits(value, hint) -> bool:
 
 
 def check(args, low: dict, high: dict):
-    """ValueError for a value of another type than its field's, for a number out of bounds (by
-    default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
+    """Raise ValueError for a value of a wrong type, for a number out of its bounds (by default 1
+    to 1e18, for fractions 0 to 1e18) and for flags that exclude each other."""
     for name, hint in get_type_hints(type(args)).items():
         flag = f"--{name.replace('_', '-')}"
         value = getattr(args, name)
@@ -154,18 +154,21 @@ def check(args, low: dict, high: dict):
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
-        raise ValueError("--exp-name '': a name is wanted")
+        raise ValueError("--exp-name '': a name is needed")
     if args.resume and (args.run_dir or args.evaluate):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
+KEPT = ("num_envs", "env_id")  # flags that a resumed run can't change
+
+
 def parse_args(argv: list[str] | None = None) -> Args:
-    """The command line as Args; with --resume or --evaluate, on top of that run's arguments. With
-    --run-dir, too, if a run was cut off there: it is resumed."""
+    """The command line as Args. With --resume or --evaluate the defaults are that run's; so they
+    are with --run-dir, if a run was cut off there, which then goes on."""
 
     def runs(resume: Path | None = None, evaluate: Path | None = None, run_dir: Path | None = None):
         begun = False
-        with contextlib.suppress(OSError):  # a name that cannot be: refused later
+        with contextlib.suppress(OSError):  # an impossible name is refused later
             begun = run_dir and (run_dir / "checkpoint.pt").exists()
         return resume or evaluate or (begun and run_dir)
 
@@ -179,13 +182,15 @@ def parse_args(argv: list[str] | None = None) -> Args:
         if told.is_file() and '"status": "finished"' in told.read_text(errors="replace"):
             fail(f"a finished run is there: --resume {folder} --total-timesteps N goes on with it")
         args = replace(args, resume=folder, run_dir=None)
-    if args.resume and (args.env_id, args.num_envs) != (saved.env_id, saved.num_envs):
-        fail(f"{args.resume} goes on with its {saved.num_envs} environments of {saved.env_id}")
+    for name in KEPT:
+        if args.resume and getattr(args, name) != getattr(saved, name):
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            fail(f"{flag}: {args.resume} goes on with its {getattr(saved, name)}")
     if importlib.util.find_spec("envpool") is None:
         fail("envpool is not installed: pip install envpool")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track: wandb is not installed: pip install wandb")
-    if args.capture_video:  # what is missing is better known before training
+    if args.capture_video:  # find out before training what is missing
         if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
             fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
         drawn_envs(args).close()
@@ -193,9 +198,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def fail(message: str):
-    """One line on standard error, exit code 2."""
+    """Print one line to standard error and exit with code 2."""
     if RANK > 0:
-        time.sleep(60)  # rank 0 says it, too, and torchrun then ends all; if not, it is said here
+        time.sleep(60)  # rank 0 prints it, too, and torchrun then ends all processes
     print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -242,7 +247,7 @@ class Envs:
         self.obs, rewards, terminated, truncated, info = self.vector.step(actions)
         self.over = terminated | truncated
         self.scores += info["reward"]  # neither clipped nor cut at a lost life
-        games = info["terminated"].astype(bool) | truncated  # not those that lost a life
+        games = info["terminated"].astype(bool) | truncated  # whole games, not lost lives
         episodes = zip(self.scores.tolist(), self.lengths.tolist(), strict=True)
         self.ended = [(i, *both) for i, both in enumerate(episodes) if games[i]]
         self.scores[games] = 0.0
@@ -255,7 +260,7 @@ class Envs:
 
 # --- agent ----------------------------------------------------------------------------------------
 def layer_init(layer: nn.Linear, gain: float = math.sqrt(2)) -> nn.Linear:
-    """Orthogonal weights, no bias (detail 2)."""
+    """Orthogonal weights, biases 0 (detail 2)."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -338,8 +343,8 @@ class Rollout(NamedTuple):
     rewards: np.ndarray  # [T, N], clipped
     terminated: np.ndarray  # [T, N]
     truncated: np.ndarray  # [T, N]
-    valid: np.ndarray  # [T, N], False in the row after an episode's end: there its action was
-    # ignored and the reward is none, but its observation is the episode's true last one
+    valid: np.ndarray  # [T, N], False in the row after an episode's end, whose action was ignored
+    # and whose reward is 0; its observation is the episode's true last one
 
 
 class Batch(NamedTuple):
@@ -381,7 +386,7 @@ def ppo_loss(agent: Agent, batch: Batch, moments: torch.Tensor, args: Args):
         error = torch.max(error, (batch.values + change - batch.returns).square())
     value_loss = 0.5 * mean(error)
 
-    entropy = mean(entropy)  # a bonus on it encourages exploration (detail 10)
+    entropy = mean(entropy)  # its bonus keeps the policy exploring (detail 10)
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
     old_approx_kl = -mean(logratio)
@@ -391,7 +396,7 @@ def ppo_loss(agent: Agent, batch: Batch, moments: torch.Tensor, args: Args):
 
 
 def trained(agent: Agent) -> dict[str, nn.Parameter]:
-    """The parameters that learn; frozen ones, without `requires_grad`, do not."""
+    """The parameters that are trained: those with `requires_grad`."""
     return {name: p for name, p in agent.named_parameters() if p.requires_grad}
 
 
@@ -404,14 +409,14 @@ def flat_adam(agent: Agent) -> torch.optim.Adam:
 
 
 def check_views(agent: Agent):
-    """RuntimeError if the parameters that learn are not those of the vector any more: some were
-    frozen, thawed or replaced after `flat_adam`, and the optimizer would not follow."""
+    """Raise RuntimeError if a parameter was frozen, unfrozen or replaced after `flat_adam`: the
+    optimizer would not follow."""
     place = 0
     vector = agent.vector
     for name, p in agent.named_parameters():
         inside = p.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
         if inside != p.requires_grad or (inside and p.storage_offset() != place):
-            raise RuntimeError(f"{name} was frozen, thawed or replaced after flat_adam")
+            raise RuntimeError(f"{name} was frozen, unfrozen or replaced after flat_adam")
         place += p.numel() if inside else 0
 
 
@@ -423,9 +428,9 @@ def minibatch_grad(agent: Agent, minibatch: Batch, moments: torch.Tensor, args: 
 
 
 def minibatch_rows(iteration: int, which: slice, args: Args, device="cpu") -> list[list]:
-    """Of each epoch, of each minibatch: the rows [n] of this process's batch [T * N] in it, as many
-    steps of every environment, every sample once an epoch (detail 6). So it is the same minibatch
-    whatever the number of processes."""
+    """For each epoch and minibatch, its rows [n] of this process's batch [T * N]. Every minibatch
+    has equally many steps of each environment, every epoch each sample once (detail 6). So a
+    minibatch is the same for any number of processes."""
     rng = np.random.default_rng((args.seed, iteration, 1))
     order = rng.random((args.update_epochs, args.num_steps, args.num_envs)).argsort(axis=1)
     order = order[:, :, which]  # a permutation of T steps in each column
@@ -459,7 +464,7 @@ def update(agent, data: Rollout, iteration: int, rate: float, args: Args, gradie
     epochs = minibatch_rows(iteration, own_envs(args), args, values.device)
     moments = advantage_moments(batch, [rows for epoch in epochs for rows in epoch])
     moments = moments.view(args.update_epochs, args.num_minibatches, 3)
-    enough = (moments[..., 2] >= 2).tolist()  # advantages of fewer can't be normalized
+    enough = (moments[..., 2] >= 2).tolist()  # fewer than two advantages can't be normalized
     metrics = []  # of each step
     agent.adam.param_groups[0]["lr"] = torch.tensor(rate, device=values.device)
     for k, epoch in enumerate(epochs):
@@ -548,7 +553,7 @@ def rollout(agent, envs: Envs, at: dict, data: Rollout, run: "Run", args: Args, 
             log[1:, t, which.start + i] = 1.0, score, length
     data.values[-1] = agent.get_value(at["obs"])
     log[0, :, which] = data.valid
-    log = world_sum(torch.as_tensor(log, device=at["t"].device)).cpu().numpy()  # everyone's
+    log = world_sum(torch.as_tensor(log, device=at["t"].device)).cpu().numpy()  # of all processes
     for counted, ended, scores, lengths in log.swapaxes(0, 1):
         run.global_step += int(counted.sum())
         games = np.flatnonzero(ended).tolist()
@@ -558,8 +563,8 @@ def rollout(agent, envs: Envs, at: dict, data: Rollout, run: "Run", args: Args, 
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's counters and, in rank 0, its folder and its logs. While this is open, the folder is
-    its alone."""
+    """A run's counters and, in rank 0, its folder and its logs. While it is open, no other
+    process can use the folder."""
 
     def __init__(self, args: Args, checkpoint: dict):
         # folders may move, and processes may be more or fewer
@@ -581,7 +586,7 @@ class Run:
         except OSError as error:
             fail(f"{self.folder}: {error}")
         with contextlib.ExitStack() as undo:
-            undo.enter_context(self.csv)  # closed, and the folder free again, if what follows fails
+            undo.enter_context(self.csv)  # if the start fails, close it: the folder is free again
             try:
                 fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -590,7 +595,7 @@ class Run:
                 fail(f"{self.folder}: {error}")
             if not args.resume and (self.folder / "checkpoint.pt").exists():
                 fail(f"a run is there: --resume {self.folder} goes on with it")
-            # what was logged after the checkpoint goes: it will be logged again
+            # drop the rows after the checkpoint: they will be logged again
             known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
             self.csv.truncate(len(b"".join(known)))
             self.rows = len(known) - 1
@@ -599,11 +604,11 @@ class Run:
                 self.rows = 0
             self.wandb = None
             if args.track:
-                import wandb  # before the writer, which it follows
+                import wandb  # before SummaryWriter, which it patches
 
                 project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
                 more = {"config": vars(self.args), "sync_tensorboard": True}
-                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one when resumed
+                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # resumed: the same run
                 self.wandb = wandb.init(name=self.folder.name, **project, **more)
             self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
             table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
@@ -623,7 +628,7 @@ class Run:
         if self.wandb:
             self.wandb.finish()
         self.write_json(self.status)
-        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
+        if kind and self.new and self.global_step == 0:  # failed before a step: leave nothing
             for pattern in ("run.json", "checkpoint.pt", "episodes.csv", "events.out.tfevents.*"):
                 for path in self.folder.glob(pattern):
                     path.unlink()
@@ -669,7 +674,7 @@ class Run:
 
 
 def new_folder(args: Args) -> Path:
-    """A new folder below runs/, of this run alone: two that start in one second get two."""
+    """Make a new folder below runs/. Two runs that start in one second get two folders."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     for k in itertools.count(1):
         folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
@@ -679,14 +684,14 @@ def new_folder(args: Args) -> Path:
 
 
 def refuse_links(folder: Path):
-    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
+    """Exit with one line if a folder has links: through them a run would write elsewhere."""
     for path in folder.rglob("*"):
         if path.is_symlink():
             fail(f"{path} is a link: a run writes into its own folder alone")
 
 
 def save(run: Run, agent: Agent):
-    """Everything needed to continue, whole or not at all: written aside, then renamed."""
+    """Save all that is needed to continue. The file is renamed when whole: it is never half."""
     run.writer.flush()
     state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
     state["optimizer"] = agent.adam.state_dict()
@@ -697,11 +702,11 @@ def save(run: Run, agent: Agent):
 
 
 def load_checkpoint(folder: Path) -> dict:
-    """What `save` wrote; runs no code, whoever wrote it."""
+    """Read what `save` wrote. No code in the file is run."""
     content = {}
     path = Path(folder) / "checkpoint.pt"
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would block
             raise FileNotFoundError(path.name)
         with zipfile.ZipFile(path) as file:
             if file.testzip():
@@ -711,15 +716,15 @@ def load_checkpoint(folder: Path) -> dict:
         step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
         content["counters"] = int(step), int(iteration), float(seconds), int(rows)
         content["returns"] = [float(x) for x in content.get("returns", ())]
-        content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
-        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none yet
+        content["played"] = [(int(n), np.atleast_1d(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none begun
         if not all(number >= 0 for number in numbers):
             raise ValueError(f"its counters are {numbers}")
-    except Exception as error:  # damage shows in many ways
+    except Exception as error:  # damaged files raise errors of many kinds
         maker = f", made by {content['script']}" if "script" in content else ""
         fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
     module, _, name = args.env_id.rpartition(":")
-    if module != "envpool":  # a module's code runs if the command line names it
+    if module != "envpool":  # only the command line may name a module to import
         args.env_id = name
     return content | {"args": args}
 
@@ -735,12 +740,13 @@ def load(folder: Path, envs=None) -> tuple[Agent, Args]:
     try:
         agent.load_state_dict(checkpoint["agent"])
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        fail(f"{folder}: its agent does not fit the environment: {error}")
+        maker = checkpoint.get("script")
+        fail(f"{folder}: its agent, by {maker}, does not fit the environment: {error}")
     return agent, args
 
 
 def drawn_envs(args: Args) -> Envs:
-    """One game whose frames can be drawn; one clear line if they can't."""
+    """One game that can draw its frames; exits with one line if they can't."""
     try:
         envs = Envs(args, slice(0, 1), render_mode="rgb_array")
         envs.vector.render(env_ids=[0])
@@ -750,18 +756,18 @@ def drawn_envs(args: Args) -> Envs:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily, then with drawn actions as in training; returns the
+    """Play the run in `args.evaluate` greedily, then with sampled actions; returns the
     greedy returns. `capture_video` records the greedy episodes into its videos/."""
     torch.set_num_threads(args.num_threads or 1)
     greedy = play(args, "eval")
-    drawn = play(replace(args, capture_video=False), "drawn")
-    for name, returns in (("greedy", greedy), ("drawn", drawn)):
+    sampled = play(replace(args, capture_video=False), "sampled")
+    for name, returns in (("greedy", greedy), ("sampled", sampled)):
         print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return greedy
 
 
 def play(args: Args, name: str) -> list[float]:
-    """Returns of `eval_episodes` episodes, printed under this name; those of "drawn" are drawn."""
+    """Returns of `eval_episodes` episodes, printed under this name; "sampled" is not greedy."""
     played = replace(args, seed=episode_seed(args.seed, 2**31))
     videos = args.evaluate / "videos"
     if args.capture_video:
@@ -777,7 +783,7 @@ def play(args: Args, name: str) -> list[float]:
         agent, _ = load(args.evaluate, envs)
         rng = np.random.default_rng(played.seed)
         while len(returns) < args.eval_episodes:
-            noise = rng.gumbel(size=(1, len(agent.actor.bias))) if name == "drawn" else None
+            noise = rng.gumbel(size=(1, len(agent.actor.bias))) if name == "sampled" else None
             envs.step(agent.act(envs.obs, noise))
             steps += 1
             if args.capture_video:
@@ -860,7 +866,7 @@ def compile_grad(agent: Agent, args: Args):
         return minibatch_grad
     options = {"triton.cudagraphs": args.cudagraphs}
     try:
-        torch.compiler.reset()  # of another agent in this process
+        torch.compiler.reset()  # forget what was compiled for another agent
         torch._dynamo.config.trace_autograd_ops = True
         torch.compile(lambda x: x + 1)(agent.vector)
     except Exception as error:  # whatever a missing or broken compiler raises
@@ -907,8 +913,8 @@ class Recorded:
 
 
 def followed(args: Args, device: torch.device) -> SimpleNamespace:
-    """Args with tensors for fractions, whose values compiled code reads anew. Of numbers (torch
-    2.13) it follows one change, and no more."""
+    """Args with its fractions as tensors, whose values compiled code reads each time. Of plain
+    numbers it follows only the first change (torch 2.13)."""
     fractions = {name: x for name, x in vars(args).items() if type(x) is float}
     tensors = {
         name: torch.tensor(x, dtype=torch.float64, device=device) for name, x in fractions.items()
@@ -921,9 +927,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """The list of the signals that have come. The first ends training after its iteration, the next
+    """A list of the signals that have come. The first ends training after its iteration, the next
     acts at once, except under torchrun, which passes on what its processes have got already.
-    Outside the main thread, which alone may handle signals, none is caught."""
+    Only the main thread can catch signals; elsewhere the list stays empty."""
     stop = []
 
     def handler(number, frame):
@@ -953,13 +959,13 @@ def restore(agent: Agent, checkpoint: dict, folder: Path):
             for name in ("exp_avg", "exp_avg_sq"):
                 if state[name].shape != parameter.shape:
                     raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
-                state[name] = torch.empty_like(parameter).copy_(state[name])  # in its layout
+                state[name] = torch.empty_like(parameter).copy_(state[name])  # in the same layout
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         fail(f"{folder}: its checkpoint does not fit: {error!r}")
 
 
 def check_finite(iteration: int, values: dict):
-    """FloatingPointError that names the first value with a NaN or an infinity."""
+    """Raise FloatingPointError that names the first value with a NaN or an infinity."""
     for name, x in values.items():
         if not torch.as_tensor(x).isfinite().all():
             raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
@@ -1005,7 +1011,7 @@ def train(args: Args | None) -> Path | None:
                 run.log(metrics | {"charts/learning_rate": learning_rate})
                 if RANK == 0 and run.iteration % args.checkpoint_interval == 0:
                     save(run, agent)
-                stopped = world_sum(torch.tensor(len(stop), device=device))  # everyone's
+                stopped = world_sum(torch.tensor(len(stop), device=device))  # of all processes
             if RANK == 0:
                 save(run, agent)
             run.status = "running" if run.iteration < args.num_iterations else "finished"
@@ -1015,7 +1021,7 @@ def train(args: Args | None) -> Path | None:
 
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path | None:
-    """Say how to go on or to play; play and record, if that is wanted."""
+    """Print how to go on or to play; save the weights and record a video, if asked to."""
     script = f"python {shlex.quote(sys.argv[0])}"
     folder = shlex.quote(str(run.folder))
     if run.status == "running":
@@ -1035,7 +1041,7 @@ def finish(run: Run, agent: Agent, stop: list[int]) -> Path | None:
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):  # a terminal may lack a folder's letters
+    for stream in (sys.stdout, sys.stderr):  # a terminal may not know all letters
         stream.reconfigure(errors="backslashreplace")
     args = parse_args() if RANK == 0 or {"-h", "--help"} & {*sys.argv} else None
     evaluate(args) if args and args.evaluate else train(args)

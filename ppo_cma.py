@@ -23,8 +23,8 @@ a negative advantage at `a` a positive one on the other side of the mean.
     python ppo_cma.py --resume runs/RUN                      # go on where it stopped
     python ppo_cma.py --evaluate runs/RUN --capture-video    # play the mean action
 
-Expect 3,600 over the last 100 episodes of training on Humanoid-v4 (10M steps, an hour and a half on
-one CPU core), and 5,400 of the final policy. Tune `--iter-steps` (N): 4k for toys, 8k for planar
+Expect 5,500 over the last 100 episodes of training on Humanoid-v4 (10M steps, an hour and a half on
+one CPU core), and 6,600 of the final policy. Tune `--iter-steps` (N): 4k for toys, 8k for planar
 robots, 32k for 3-D ones.
 Left out on purpose: discrete or unbounded actions, gradient clipping, bootstrapping at time limits.
 """
@@ -84,7 +84,7 @@ class Args:
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
     run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: Path | None = None  # continue the run in this folder with its own arguments
-    evaluate: Path | None = None  # play the run in this folder, greedily and with drawn actions
+    evaluate: Path | None = None  # play the run in this folder, greedily and with sampled actions
     eval_episodes: int = 10  # episodes played by --evaluate
     checkpoint_interval: int = 10  # iterations between checkpoints
 
@@ -110,7 +110,7 @@ class Args:
     ent_coef: Annotated[float, arg(aliases=["--ppo-ent-l-w"])] = 0.0  # entropy bonus of mode ppo
 
     def __post_init__(self):
-        """A ValueError, which tyro shows, for what can't be meant."""
+        """Raise ValueError, which tyro shows, for wrong arguments."""
         self.mode = self.mode.lower().replace("_", "-")  # the original's spelling, too
         low = {"seed": 0, "n_updates": 2, "env_workers": 0}
         check(self, low, {"gamma": 1, "gae_lambda": 1, "env_workers": max(self.num_envs, 0)})
@@ -121,12 +121,12 @@ class Args:
 
 
 def check(args, low: dict, high: dict):
-    """ValueError for a value of another type than its field's, for a number out of bounds (by
-    default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
+    """Raise ValueError for a value of a wrong type, for a number out of its bounds (by default 1
+    to 1e18, for fractions 0 to 1e18) and for flags that exclude each other."""
     for name, hint in get_type_hints(type(args)).items():
         flag = f"--{name.replace('_', '-')}"
         value = getattr(args, name)
-        kinds = get_args(hint) or (hint,)  # types or, of a Literal, its values
+        kinds = get_args(hint) or (hint,)  # types, or the values of a Literal
         types = tuple(kind for kind in kinds if isinstance(kind, type))
         whole = float in kinds and isinstance(value, int)
         if not (isinstance(value, types) or value in kinds or whole):
@@ -137,7 +137,7 @@ def check(args, low: dict, high: dict):
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
-        raise ValueError("--exp-name '': a name is wanted")
+        raise ValueError("--exp-name '': a name is needed")
     try:
         dict(**json.loads(args.env_kwargs))
     except (TypeError, ValueError, RecursionError) as error:
@@ -146,8 +146,11 @@ def check(args, low: dict, high: dict):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
+KEPT = ("num_envs",)  # flags that a resumed run can't change
+
+
 def parse_args(argv: list[str] | None = None) -> Args:
-    """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
+    """The command line as Args. With --resume or --evaluate the defaults are that run's."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
@@ -157,11 +160,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
     folder, _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
     saved = load_checkpoint(folder)["args"] if folder else Args()
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
-    if args.resume and args.num_envs != saved.num_envs:
-        fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
+    for name in KEPT:
+        if args.resume and getattr(args, name) != getattr(saved, name):
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            fail(f"{flag}: {args.resume} goes on with its {getattr(saved, name)}")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track: wandb is not installed: pip install wandb")
-    if args.capture_video:  # what is missing is better known before training
+    if args.capture_video:  # find out before training what is missing
         if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
             fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
         drawn_env(args).close()
@@ -169,15 +174,15 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def fail(message: str):
-    """One line on standard error, exit code 2."""
+    """Print one line to standard error and exit with code 2."""
     print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
 # --- environments ---------------------------------------------------------------------------------
 def make_env(env_id: str, **options) -> gym.Env:
-    """A gymnasium environment with flat observations; one clear line if there is no such thing."""
-    gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
+    """A gymnasium environment with flat observations; exits with one line if it can't be made."""
+    gym.logger.min_level = gym.logger.ERROR  # no warning that v4 ids are old
     module = "shimmy:" if env_id.startswith("dm_control/") else ""
     try:
         env = gym.make(f"{module}{env_id}", **{"disable_env_checker": True} | options)
@@ -190,12 +195,12 @@ def make_env(env_id: str, **options) -> gym.Env:
     return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
 
 
-# Flattened, these are numbers, always as many
+# Spaces that flatten to a fixed number of numbers
 VECTORS = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
 
 
 def leaves(space: gym.Space) -> list[gym.Space]:
-    """The spaces that a Dict or Tuple, perhaps a nested one, is made of; of any other, itself."""
+    """The spaces inside a Dict or Tuple, nested ones too. Any other space is its own one leaf."""
     if not isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
         return [space]
     parts = space.values() if isinstance(space, gym.spaces.Dict) else space
@@ -212,14 +217,14 @@ def can_act(actions: gym.Space) -> bool:
 
 
 def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
-    """One clear line if the spaces are none that this script learns with."""
+    """Exit with one line if this script can't learn with these spaces."""
     pixels = any(leaf.dtype == np.uint8 and len(leaf.shape) > 1 for leaf in leaves(space))
     vector = all(isinstance(leaf, VECTORS) for leaf in leaves(space)) and not pixels
     if not vector or gym.spaces.flatdim(space) > 20_000:
         hint = "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py"
         fail(f"--env-id {env_id}: {space}: {hint}")
     if not can_act(actions):
-        hint = "a finite Box of actions is wanted, its sides from 1e-6 to 1e6; choices: ppo.py"
+        hint = "a finite Box of actions is needed, its sides from 1e-6 to 1e6; choices: ppo.py"
         fail(f"--env-id {env_id}: {actions}: {hint}")
 
 
@@ -229,7 +234,7 @@ def episode_seed(*key: int) -> int:
 
 
 def seed_others(seed: int):
-    """Seed what only careless environments draw from; all others have their own `np_random`."""
+    """Seed the global generators. Most environments have their own, `np_random`, a few do not."""
     random.seed(seed)
     np.random.seed(seed)
 
@@ -284,9 +289,9 @@ class Envs:
             try:
                 rewards.append(float(np.asarray(reward).item()))
                 over = bool(terminated or truncated)
-            except ValueError:  # several numbers
+            except ValueError:  # an array instead of one number
                 what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
-                hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
+                hint = "one of each is needed (several rewards: a wrapper that weighs them)"
                 raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
             total += rewards[-1]
             if over:
@@ -322,7 +327,7 @@ class Envs:
 
     def played(self) -> list[tuple[int, np.ndarray]]:
         """The number of each environment's last episode; no actions: between iterations none runs,
-        so that none is played again."""
+        so that none has to be replayed."""
         return [(episode, np.zeros(0)) for episode in self.episodes]
 
     def close(self):
@@ -331,12 +336,12 @@ class Envs:
 
 
 def work(pipe, args: Args, numbers: list[int], played: list | None):
-    """A worker process: some of the environments, stepped as its pipe tells, until that ends."""
-    for number in SIGNALS:  # the run decides when to stop
+    """A worker process: it does what its pipe says with its environments, until the pipe ends."""
+    for number in SIGNALS:  # the main process decides when to stop
         signal.signal(number, signal.SIG_IGN)
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):  # one worker prints what all would
+        with contextlib.redirect_stderr(said):  # all would print the same warnings
             envs = own_envs(args, numbers, played)
         if 0 in numbers:
             sys.stderr.write(said.getvalue())
@@ -348,16 +353,16 @@ def work(pipe, args: Args, numbers: list[int], played: list | None):
                 result = getattr(envs, method)(*given)
     except BaseException as error:
         told = isinstance(error, SystemExit) and said.getvalue()
-        with contextlib.suppress(OSError):  # the run may be over
+        with contextlib.suppress(OSError):  # the main process may be gone
             pipe.send(SystemExit(told) if told else RuntimeError(traceback.format_exc()))
 
 
 class WorkerEnvs:
-    """The same in processes, each with its share of the environments; the same bits."""
+    """Like Envs, with the environments in worker processes. The results are the same bits."""
 
     def __init__(self, args: Args, played: list | None):
         self.workers = []
-        atexit.register(self.close)  # else the interpreter would wait for them
+        atexit.register(self.close)  # or the interpreter would wait for the workers
         context = multiprocessing.get_context("spawn")
         for numbers in np.array_split(range(args.num_envs), args.env_workers):
             ours, theirs = context.Pipe()
@@ -369,7 +374,7 @@ class WorkerEnvs:
         self.observation_space, self.action_space = self.receive()[0]
 
     def receive(self) -> list:
-        """What each worker answers; their states are joined to this one's."""
+        """What each worker answers. The observations of all become this object's."""
         replies = []
         for process, pipe, _ in self.workers:
             try:
@@ -378,7 +383,7 @@ class WorkerEnvs:
                 process.join(1)
                 why = f"a process of --env-workers was killed (exit code {process.exitcode})"
                 replies.append(RuntimeError(f"{why}: not enough memory?"))
-            if isinstance(replies[-1], SystemExit):  # refused, in one line
+            if isinstance(replies[-1], SystemExit):  # the worker exited with a message
                 self.close()
                 sys.stderr.write(str(replies[-1]))
                 raise SystemExit(2)
@@ -386,13 +391,13 @@ class WorkerEnvs:
                 self.close()
                 raise replies[-1]
         shown, ended, results = zip(*replies, strict=True)
-        for name in shown[0]:  # obs, over ... [N, ...]
+        for name in shown[0]:  # obs, over and so on, [N, ...] each
             setattr(self, name, np.concatenate([part[name] for part in shown]))
         self.ended = [*itertools.chain(*ended)]
         return results
 
     def call(self, method: str, *rows: np.ndarray) -> list:
-        """What a method of `Envs` gives in each worker, with its share of the rows [N, ...]."""
+        """Call a method of `Envs` in each worker, with its share of the rows [N, ...]."""
         for _, pipe, share in self.workers:
             with contextlib.suppress(BrokenPipeError):  # `receive` says why
                 pipe.send((method, *[each[share] for each in rows]))
@@ -403,7 +408,7 @@ class WorkerEnvs:
         return [np.concatenate(parts) for parts in zip(*self.call("step", *rows), strict=True)]
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """`Envs.played` of all."""
+        """`Envs.played` of all workers."""
         return [*itertools.chain(*self.call("played"))]
 
     def close(self):
@@ -411,7 +416,7 @@ class WorkerEnvs:
             pipe.close()
         for process, _, _ in self.workers:
             process.join(5)
-            process.kill()  # if an environment does not end
+            process.kill()  # if an environment hangs
         self.workers = []
 
 
@@ -447,7 +452,7 @@ class MLP(nn.Module):
         ]  # one row for each unit
         rows = [F.normalize(torch.randn(size, generator=generator)) for size in sizes]
         self.from_input = nn.Parameter(torch.cat([row[:, :inputs] for row in rows]))
-        self.bias = nn.Parameter(torch.zeros(sum(self.widths)))  # until `center`
+        self.bias = nn.Parameter(torch.zeros(sum(self.widths)))  # 0 until `center`
         self.from_first = nn.Parameter(rows[1][:, inputs:].contiguous())
         self.from_both = nn.Parameter(rows[2][:, inputs:].contiguous())
 
@@ -520,17 +525,17 @@ class Agent(nn.Module):
         buffers |= {"obs_sq_mean": torch.zeros(dim), "obs_scale": torch.ones(dim)}
         for name, tensor in buffers.items():
             self.register_buffer(name, tensor)
-        self.rng = np.random.default_rng(args.seed)  # of actions
-        self.generator = torch.Generator().manual_seed(args.seed)  # of weights and minibatches
-        self.cma = args.mode.startswith("ppo-cma")  # else one network, its outputs shared out
+        self.rng = np.random.default_rng(args.seed)  # draws actions
+        self.generator = torch.Generator().manual_seed(args.seed)  # draws weights and minibatches
+        self.cma = args.mode.startswith("ppo-cma")  # otherwise one network has both as outputs
         self.mean_net = MLP(dim, len(low) if self.cma else 2 * len(low), self.generator)
         self.var_net = MLP(dim, len(low), self.generator) if self.cma else self.mean_net
         self.critic = MLP(dim + 1, 1, self.generator)
-        # Adam leaves alone what a loss gives no gradient: it is one for each network
+        # Adam skips what gets no gradient, so this is as good as one optimizer for each network
         self.adam = torch.optim.Adam(self.parameters(), args.learning_rate, eps=1e-8, fused=True)
         self.history = []  # of the last iterations' (obs, actions, advantages)
         self.memory = []  # finished episodes
-        self.running = {}  # by environment, its unfinished one
+        self.running = {}  # the unfinished episode of each environment
         if pretrain:
             pretrain_policy(self)
 
@@ -577,7 +582,7 @@ class Agent(nn.Module):
         return policy
 
     def numpy_actor(self):
-        """`act` by the policy as it is now, on rows [N, D] and [N, A]."""
+        """`act` with the present weights, for rows [N, D] and noise [N, A]."""
         policy = self.numpy_policy()
         if not self.updates:  # the first iteration samples the initial Gaussian itself
             initial = self.initial_mean.cpu().numpy(), self.initial_std.cpu().numpy()
@@ -623,7 +628,7 @@ class Agent(nn.Module):
         return metrics | update(self, obs, actions, rewards, [len(episode) for episode in episodes])
 
     def training_state(self) -> dict:
-        """What is needed to go on learning, but for what is memorized, for `torch.save`."""
+        """All that is needed to go on learning, except memorized steps, for `torch.save`."""
         state = {"agent": self.state_dict(), "adam": self.adam.state_dict()}
         state |= {"history": self.history, "generator": self.generator.get_state()}
         return state | {"rng": self.rng.bit_generator.state}
@@ -648,12 +653,12 @@ def load_adam(adam: torch.optim.Adam, state: dict):
             x = gathered[name]
             if x.shape != parameters[number].shape:
                 raise ValueError(f"{name} of parameter {number} has shape {tuple(x.shape)}")
-            gathered[name] = torch.empty_like(parameters[number]).copy_(x)  # in its layout
+            gathered[name] = torch.empty_like(parameters[number]).copy_(x)  # in the same layout
     adam.load_state_dict(adam.state_dict() | {"state": state})
 
 
 def check_learned(agent: nn.Module, *optimizers: torch.optim.Adam):
-    """RuntimeError for a parameter that no optimizer has: it was made or replaced after them."""
+    """Raise RuntimeError for a parameter of no optimizer: it was made or replaced after them."""
     known = {p for adam in optimizers for group in adam.param_groups for p in group["params"]}
     for name, p in agent.named_parameters():
         if p.requires_grad and p not in known:
@@ -662,7 +667,7 @@ def check_learned(agent: nn.Module, *optimizers: torch.optim.Adam):
 
 @torch.no_grad()
 def check_actor(agent: Agent, obs: np.ndarray):
-    """RuntimeError if `numpy_policy` is not the policy that learns, at observations [B, D]."""
+    """Raise RuntimeError if `numpy_policy` is not the learning policy, at observations [B, D]."""
     given = torch.as_tensor(obs, device=agent.low.device)
     mean, std = agent.numpy_policy()(obs)
     learned = agent.mean(given), (0.5 * agent.logvar(given)).exp()
@@ -701,8 +706,8 @@ def variance_loss(actions, advantages, mean, logvar) -> torch.Tensor:
 
 
 def mean_loss(actions, advantages, mean, logvar, mean_old, mirror: bool) -> torch.Tensor:
-    """The same for the mean, no gradient to the variance; bad actions attract to their mirror image
-    about the old mean, weighted by a Gaussian kernel averaged over the action's dimensions."""
+    """The same for the mean; no gradient reaches the variance. Bad actions attract to their mirror
+    image about the old mean, weighted by a Gaussian kernel averaged over the dimensions."""
     logvar = logvar.detach()
     loss = -(F.relu(advantages) * log_density(actions, mean, logvar)).mean()
     if mirror:
@@ -827,7 +832,7 @@ def update(agent: Agent, obs, actions, rewards, lengths) -> dict[str, float]:
     entropy = 0.5 * (logvar + math.log(2.0 * math.pi * math.e)).sum(-1).mean()
     metrics |= {"losses/entropy": entropy.item(), "losses/explained_variance": 1.0 - unexplained}
     metrics["charts/policy_std"] = (0.5 * logvar).exp().mean().item()
-    saturated = (mean_old - agent.initial_mean).abs() > 0.98 * agent.initial_std  # nearly bounds
+    saturated = (mean_old - agent.initial_mean).abs() > 0.98 * agent.initial_std  # near a bound
     metrics["charts/saturated_means"] = saturated.double().mean().item()
     return metrics | {"charts/positive_advantages": (advantages > 0).double().mean().item()}
 
@@ -839,8 +844,8 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, run: "Run", args: Args):
     last = run.global_step + args.iter_steps
     act = agent.numpy_actor()
     actions = np.zeros((len(envs.over), len(agent.low)), np.float32)  # [N, A]
-    going = np.ones(len(envs.over), bool)  # [N], where an episode is played
-    envs.step(actions, going)  # begins them
+    going = np.ones(len(envs.over), bool)  # [N], True where an episode is running
+    envs.step(actions, going)  # starts the episodes
     while playing := going.nonzero()[0].tolist():
         obs = envs.obs[going]  # [K, D], of those that play
         before = sum(envs.lengths.tolist())
@@ -852,13 +857,13 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, run: "Run", args: Args):
         if envs.ended:
             run.log_episodes(envs.ended)
             going &= ~envs.over | (run.global_step < last)
-            envs.step(actions, going & envs.over)  # begins new ones
+            envs.step(actions, going & envs.over)  # starts new ones
     check_actor(agent, np.array([obs for obs, _, _ in agent.memory[-1][:8]]))
 
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's folder, its logs and its counters. While this is open, the folder is its alone."""
+    """A run's folder, logs and counters. While it is open, no other process can use the folder."""
 
     def __init__(self, args: Args, checkpoint: dict):
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
@@ -876,7 +881,7 @@ class Run:
         except OSError as error:
             fail(f"no folder for the run: {error}")
         with contextlib.ExitStack() as undo:
-            undo.enter_context(self.csv)  # closed, and the folder free again, if what follows fails
+            undo.enter_context(self.csv)  # if the start fails, close it: the folder is free again
             try:
                 fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -885,7 +890,7 @@ class Run:
                 fail(f"{self.folder}: {error}")
             if not args.resume and (self.folder / "checkpoint.pt").exists():
                 fail(f"a run is there: --resume {self.folder} goes on with it")
-            # what was logged after the checkpoint goes: it will be logged again
+            # drop the rows after the checkpoint: they will be logged again
             known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
             self.csv.truncate(len(b"".join(known)))
             self.rows = max(len(known) - 1, 0)
@@ -893,11 +898,11 @@ class Run:
                 self.csv.write("global_step,seconds,return,length\n")
             self.wandb = None
             if args.track:
-                import wandb  # before the writer, which it follows
+                import wandb  # before SummaryWriter, which it patches
 
                 project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
                 more = {"config": vars(self.args), "sync_tensorboard": True}
-                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one when resumed
+                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # resumed: the same run
                 self.wandb = wandb.init(name=self.folder.name, **project, **more)
             self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
             table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
@@ -915,7 +920,7 @@ class Run:
         if self.wandb:
             self.wandb.finish()
         self.write_json(self.status)
-        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
+        if kind and self.new and self.global_step == 0:  # failed before a step: leave nothing
             shutil.rmtree(self.folder, ignore_errors=True)
         self.csv.close()
 
@@ -955,7 +960,7 @@ class Run:
 
 
 def new_folder(args: Args) -> Path:
-    """A new folder below runs/, of this run alone: two that start in one second get two."""
+    """Make a new folder below runs/. Two runs that start in one second get two folders."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     for k in itertools.count(1):
         folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
@@ -965,14 +970,14 @@ def new_folder(args: Args) -> Path:
 
 
 def refuse_links(folder: Path):
-    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
+    """Exit with one line if a folder has links: through them a run would write elsewhere."""
     for path in folder.rglob("*"):
         if path.is_symlink():
             fail(f"{path} is a link: a run writes into its own folder alone")
 
 
 def save(run: Run, agent: Agent, envs):
-    """Everything needed to continue, whole or not at all: written aside, then renamed."""
+    """Save all that is needed to continue. The file is renamed when whole: it is never half."""
     run.writer.flush()
     state = {"script": Path(__file__).name, "args": vars(run.args)} | agent.training_state()
     state["played"] = [(episode, torch.tensor(x)) for episode, x in envs.played()]
@@ -983,11 +988,11 @@ def save(run: Run, agent: Agent, envs):
 
 
 def load_checkpoint(folder: Path) -> dict:
-    """What `save` wrote; runs no code, whoever wrote it."""
+    """Read what `save` wrote. No code in the file is run."""
     content = {}
     path = Path(folder) / "checkpoint.pt"
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would block
             raise FileNotFoundError(path.name)
         with zipfile.ZipFile(path) as file:
             if file.testzip():
@@ -997,15 +1002,15 @@ def load_checkpoint(folder: Path) -> dict:
         step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
         content["counters"] = int(step), int(iteration), float(seconds), int(rows)
         content["returns"] = [float(x) for x in content.get("returns", ())]
-        content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
-        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none yet
+        content["played"] = [(int(n), np.atleast_1d(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none begun
         if not all(number >= 0 for number in numbers):
             raise ValueError(f"its counters are {numbers}")
-    except Exception as error:  # damage shows in many ways
+    except Exception as error:  # damaged files raise errors of many kinds
         maker = f", made by {content['script']}" if "script" in content else ""
         fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
     module, _, name = args.env_id.rpartition(":")
-    if module != "envpool":  # a module's code runs if the command line names it
+    if module != "envpool":  # only the command line may name a module to import
         args.env_id = name
     return content | {"args": args}
 
@@ -1021,12 +1026,13 @@ def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]
     try:
         agent.load_state_dict(checkpoint["agent"])
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        fail(f"{folder}: its agent does not fit the environment: {error}")
+        maker = checkpoint.get("script")
+        fail(f"{folder}: its agent, by {maker}, does not fit the environment: {error}")
     return agent, args
 
 
 def drawn_env(args: Args) -> gym.Env:
-    """An environment whose frames can be drawn; one clear line if they can't."""
+    """An environment that can draw its frames; exits with one line if they can't."""
     if args.env_id.startswith("envpool:"):
         fail("--capture-video: of gymnasium's environments alone, not EnvPool's")
     if sys.platform == "linux":
@@ -1049,17 +1055,17 @@ def drawn_env(args: Args) -> gym.Env:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily, then with drawn actions as in training; returns the
+    """Play the run in `args.evaluate` greedily, then with sampled actions; returns the
     greedy returns. `capture_video` records the greedy episodes into its videos/."""
     greedy = play(args, "eval")
-    drawn = play(replace(args, capture_video=False), "drawn")
-    for name, returns in (("greedy", greedy), ("drawn", drawn)):
+    sampled = play(replace(args, capture_video=False), "sampled")
+    for name, returns in (("greedy", greedy), ("sampled", sampled)):
         print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return greedy
 
 
 def play(args: Args, name: str) -> list[float]:
-    """Returns of `eval_episodes` episodes, printed under this name; those of "drawn" are drawn."""
+    """Returns of `eval_episodes` episodes, printed under this name; "sampled" is not greedy."""
     if args.capture_video:
         refuse_links(args.evaluate)
         videos = str(args.evaluate / "videos")
@@ -1069,12 +1075,12 @@ def play(args: Args, name: str) -> list[float]:
     else:
         envs = own_envs(args, [2**31], None)
     returns = []
-    bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
+    bar = tqdm(unit="step", leave=False, disable=None)  # drawing frames takes a while
     with contextlib.closing(envs), bar:
         agent, _ = load(args.evaluate, envs)
         act = agent.numpy_actor()
         while len(returns) < args.eval_episodes:
-            noise = agent.noise(1) if name == "drawn" else None
+            noise = agent.noise(1) if name == "sampled" else None
             try:
                 envs.step(act(envs.obs, noise), np.ones(1, bool))
             except TimeoutError as error:
@@ -1093,8 +1099,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """The list of the signals that have come. The first ends training after its iteration, the next
-    acts at once. Outside the main thread, which alone may handle signals, none is caught."""
+    """A list of the signals that have come. The first ends training after its iteration, the next
+    acts at once. Only the main thread can catch signals; elsewhere the list stays empty."""
     stop = []
 
     def handler(number, frame):
@@ -1120,7 +1126,7 @@ def restore(agent: Agent, checkpoint: dict, folder: Path):
 
 
 def check_finite(iteration: int, values: dict):
-    """FloatingPointError that names the first value with a NaN or an infinity."""
+    """Raise FloatingPointError that names the first value with a NaN or an infinity."""
     for name, x in values.items():
         if not torch.as_tensor(x).isfinite().all():
             raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
@@ -1161,10 +1167,10 @@ def train(args: Args) -> Path:
 
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
-    """Say how to go on or to play; play and record, if that is wanted."""
+    """Print how to go on or to play; save the weights and record a video, if asked to."""
     script = f"python {shlex.quote(sys.argv[0])}"
     folder = shlex.quote(str(run.folder))
-    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
+    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be named again
         folder += f" --env-id {run.args.env_id}"
     if run.status == "running":
         print(f"go on with: {script} --resume {folder}")
@@ -1180,7 +1186,7 @@ def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):  # a terminal may lack a folder's letters
+    for stream in (sys.stdout, sys.stderr):  # a terminal may not know all letters
         stream.reconfigure(errors="backslashreplace")
     args = parse_args()
     evaluate(args) if args.evaluate else train(args)

@@ -6,7 +6,7 @@
 """PPO, clipped, for continuous actions, in one file.
 
 Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huang et al. 2022 ("The
-37 implementation details of PPO"), each marked where it is. Every iteration:
+37 implementation details of PPO"), each marked in the code. Every iteration:
 
     1. take T steps in each of N environments with actions a ~ pi(a | s)
     2. A = GAE(lambda): a time limit bootstraps from the value of the true last observation, a
@@ -18,7 +18,7 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
     python ppo_continuous_action.py --env-id envpool:Humanoid-v4 --num-envs 64 --env-workers 2
 
 Expect 5,200 over the last 100 episodes of training on HalfCheetah-v4 (1M steps, two minutes on one
-CPU core), and 5,900 of the final policy. Flags and tags are CleanRL's, its defaults
+CPU core), and 5,900 of the final policy. Flags and tags are CleanRL's. Its defaults are
 `--log-std-init 0 --no-scale-actions --clip-vloss --target-kl None`.
 """
 
@@ -67,7 +67,7 @@ class Args:
     cuda: bool = True  # use a GPU if there is one; networks this small gain little from it
     num_threads: int = 1  # CPU threads of torch; more than one rarely helps networks this small
     compile: bool = True  # compile the update if a compiler works; results are the same to rounding
-    compile_from: int = 15_000  # runs of fewer gradient steps are not compiled: it takes too long
+    compile_from: int = 15_000  # shorter runs, in gradient steps, are not compiled
     cudagraphs: bool = False  # on a GPU, compile the update to CUDA graphs
     track: bool = False  # also log to Weights and Biases
     wandb_project_name: str = "ppo"  # project in Weights and Biases
@@ -77,12 +77,12 @@ class Args:
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
     run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: Path | None = None  # continue the run in this folder with its own arguments
-    evaluate: Path | None = None  # play the run in this folder, greedily and with drawn actions
+    evaluate: Path | None = None  # play the run in this folder, greedily and with sampled actions
     eval_episodes: int = 10  # episodes played by --evaluate
     checkpoint_interval: int = 20  # iterations between checkpoints
 
     # Environments
-    env_id: str = "HalfCheetah-v4"  # gymnasium's, module:Id, dm_control/... or envpool:Id
+    env_id: str = "HalfCheetah-v4"  # gymnasium's id, module:Id, dm_control/... or envpool:Id
     env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
     num_envs: int = 1  # environments played side by side
     env_workers: int = 0  # processes (EnvPool: threads) for the environments; 0: the main process
@@ -111,7 +111,7 @@ class Args:
     num_iterations: int = 0  # computed: total_timesteps // batch_size
 
     def __post_init__(self):
-        """Compute what is computed; a ValueError, which tyro shows, for what can't be meant."""
+        """Compute the last fields; raise ValueError, which tyro shows, for wrong arguments."""
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
@@ -121,12 +121,12 @@ class Args:
 
 
 def check(args, low: dict, high: dict):
-    """ValueError for a value of another type than its field's, for a number out of bounds (by
-    default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
+    """Raise ValueError for a value of a wrong type, for a number out of its bounds (by default 1
+    to 1e18, for fractions 0 to 1e18) and for flags that exclude each other."""
     for name, hint in get_type_hints(type(args)).items():
         flag = f"--{name.replace('_', '-')}"
         value = getattr(args, name)
-        kinds = get_args(hint) or (hint,)  # types or, of a Literal, its values
+        kinds = get_args(hint) or (hint,)  # types, or the values of a Literal
         types = tuple(kind for kind in kinds if isinstance(kind, type))
         whole = float in kinds and isinstance(value, int)
         if not (isinstance(value, types) or value in kinds or whole):
@@ -137,7 +137,7 @@ def check(args, low: dict, high: dict):
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
-        raise ValueError("--exp-name '': a name is wanted")
+        raise ValueError("--exp-name '': a name is needed")
     try:
         dict(**json.loads(args.env_kwargs))
     except (TypeError, ValueError, RecursionError) as error:
@@ -146,8 +146,11 @@ def check(args, low: dict, high: dict):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
+KEPT = ("num_envs", "log_std_init", "scale_actions")  # flags that a resumed run can't change
+
+
 def parse_args(argv: list[str] | None = None) -> Args:
-    """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
+    """The command line as Args. With --resume or --evaluate the defaults are that run's."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
@@ -157,11 +160,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
     folder, _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
     saved = load_checkpoint(folder)["args"] if folder else Args()
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
-    if args.resume and args.num_envs != saved.num_envs:
-        fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
+    for name in KEPT:
+        if args.resume and getattr(args, name) != getattr(saved, name):
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            fail(f"{flag}: {args.resume} goes on with its {getattr(saved, name)}")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track: wandb is not installed: pip install wandb")
-    if args.capture_video:  # what is missing is better known before training
+    if args.capture_video:  # find out before training what is missing
         if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
             fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
         drawn_env(args).close()
@@ -169,15 +174,15 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def fail(message: str):
-    """One line on standard error, exit code 2."""
+    """Print one line to standard error and exit with code 2."""
     print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
 # --- environments ---------------------------------------------------------------------------------
 def make_env(env_id: str, **options) -> gym.Env:
-    """A gymnasium environment with flat observations; one clear line if there is no such thing."""
-    gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
+    """A gymnasium environment with flat observations; exits with one line if it can't be made."""
+    gym.logger.min_level = gym.logger.ERROR  # no warning that v4 ids are old
     module = "shimmy:" if env_id.startswith("dm_control/") else ""
     try:
         env = gym.make(f"{module}{env_id}", **{"disable_env_checker": True} | options)
@@ -190,12 +195,12 @@ def make_env(env_id: str, **options) -> gym.Env:
     return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
 
 
-# Flattened, these are numbers, always as many
+# Spaces that flatten to a fixed number of numbers
 VECTORS = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
 
 
 def leaves(space: gym.Space) -> list[gym.Space]:
-    """The spaces that a Dict or Tuple, perhaps a nested one, is made of; of any other, itself."""
+    """The spaces inside a Dict or Tuple, nested ones too. Any other space is its own one leaf."""
     if not isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
         return [space]
     parts = space.values() if isinstance(space, gym.spaces.Dict) else space
@@ -203,14 +208,14 @@ def leaves(space: gym.Space) -> list[gym.Space]:
 
 
 def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
-    """One clear line if the spaces are none that this script learns with."""
+    """Exit with one line if this script can't learn with these spaces."""
     pixels = any(leaf.dtype == np.uint8 and len(leaf.shape) > 1 for leaf in leaves(space))
     vector = all(isinstance(leaf, VECTORS) for leaf in leaves(space)) and not pixels
     if not vector or gym.spaces.flatdim(space) > 20_000:
         hint = "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py"
         fail(f"--env-id {env_id}: {space}: {hint}")
     if not isinstance(actions, gym.spaces.Box):
-        fail(f"--env-id {env_id}: {actions}: a Box of actions is wanted; choices: ppo.py")
+        fail(f"--env-id {env_id}: {actions}: a Box of actions is needed; choices: ppo.py")
 
 
 def episode_seed(*key: int) -> int:
@@ -219,14 +224,14 @@ def episode_seed(*key: int) -> int:
 
 
 def seed_others(seed: int):
-    """Seed what only careless environments draw from; all others have their own `np_random`."""
+    """Seed the global generators. Most environments have their own, `np_random`, a few do not."""
     random.seed(seed)
     np.random.seed(seed)
 
 
 def to_env(box: gym.spaces.Box, actions: np.ndarray) -> np.ndarray:
-    """Actions [N, A] clipped to a box, in its shape and type, whole numbers if it has only these;
-    what is learned from are the agent's own (continuous detail 5)."""
+    """Clip actions [N, A] to the box, in its shape and type; round them if it has whole numbers.
+    The agent learns from its own actions, which are not clipped (continuous detail 5)."""
     shaped = actions.reshape(-1, *box.shape)
     clipped = np.minimum(np.maximum(shaped, box.low), box.high)
     if box.dtype.kind in "iu":
@@ -248,11 +253,11 @@ class Envs:
         self.numbers = list(numbers)
         self.observation_space = envs[0].observation_space
         self.action_space = envs[0].action_space
-        self.episodes = [-1] * len(envs)  # how many each environment has ended
+        self.episodes = [-1] * len(envs)  # the number of each environment's running episode
         self.actions = [[] for _ in envs]  # of the running episodes
         self.rewards = [[] for _ in envs]
         self.over = np.zeros(len(envs), bool)  # [N], the last step ended an episode
-        self.discounted = np.zeros(len(envs))  # [N], the return so far, seen from now
+        self.discounted = np.zeros(len(envs))  # [N], discounted sum of the rewards so far
         self.ended = []  # (environment, return, length) of each episode that the last step ended
         for i, (episode, _) in enumerate(played or ()):
             self.episodes[i] = episode - 1
@@ -264,7 +269,7 @@ class Envs:
                 self.play(i, action)
 
     def reset(self, i: int) -> np.ndarray:
-        """Begin the next episode of an environment; its first observation [D]."""
+        """Begin the next episode of an environment; gives its first observation [D]."""
         self.episodes[i] += 1
         self.actions[i] = []
         self.rewards[i] = []
@@ -281,9 +286,9 @@ class Envs:
         try:
             number = np.asarray(reward).item()
             self.over[i] = terminated or truncated
-        except ValueError:  # several numbers
+        except ValueError:  # an array instead of one number
             what = f"{self.args.env_id}: {reward=}, {terminated=}, {truncated=}"
-            hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
+            hint = "one of each is needed (several rewards: a wrapper that weighs them)"
             raise ValueError(f"{what}: {hint}") from None
         self.obs[i] = np.asarray(obs).reshape(self.observation_space.shape)
         self.actions[i].append(action)
@@ -312,7 +317,7 @@ class Envs:
         return {"obs": self.obs, "over": self.over, "discounted": self.discounted}
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """What plays the running episodes again: their numbers and actions so far, [t, ...]."""
+        """What replays the running episodes: their numbers and actions so far, [t, ...]."""
         return [(n, np.array(x)) for n, x in zip(self.episodes, self.actions, strict=True)]
 
     def close(self):
@@ -321,12 +326,12 @@ class Envs:
 
 
 def work(pipe, args: Args, numbers: list[int], played: list | None):
-    """A worker process: some of the environments, stepped as its pipe tells, until that ends."""
-    for number in SIGNALS:  # the run decides when to stop
+    """A worker process: it does what its pipe says with its environments, until the pipe ends."""
+    for number in SIGNALS:  # the main process decides when to stop
         signal.signal(number, signal.SIG_IGN)
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):  # one worker prints what all would
+        with contextlib.redirect_stderr(said):  # all would print the same warnings
             envs = own_envs(args, numbers, played)
         if 0 in numbers:
             sys.stderr.write(said.getvalue())
@@ -338,16 +343,16 @@ def work(pipe, args: Args, numbers: list[int], played: list | None):
                 result = getattr(envs, method)(*given)
     except BaseException as error:
         told = isinstance(error, SystemExit) and said.getvalue()
-        with contextlib.suppress(OSError):  # the run may be over
+        with contextlib.suppress(OSError):  # the main process may be gone
             pipe.send(SystemExit(told) if told else RuntimeError(traceback.format_exc()))
 
 
 class WorkerEnvs:
-    """The same in processes, each with its share of the environments; the same bits."""
+    """Like Envs, with the environments in worker processes. The results are the same bits."""
 
     def __init__(self, args: Args, played: list | None):
         self.workers = []
-        atexit.register(self.close)  # else the interpreter would wait for them
+        atexit.register(self.close)  # or the interpreter would wait for the workers
         context = multiprocessing.get_context("spawn")
         for numbers in np.array_split(range(args.num_envs), args.env_workers):
             ours, theirs = context.Pipe()
@@ -359,7 +364,7 @@ class WorkerEnvs:
         self.observation_space, self.action_space = self.receive()[0]
 
     def receive(self) -> list:
-        """What each worker answers; their states are joined to this one's."""
+        """What each worker answers. The observations of all become this object's."""
         replies = []
         for process, pipe, _ in self.workers:
             try:
@@ -368,7 +373,7 @@ class WorkerEnvs:
                 process.join(1)
                 why = f"a process of --env-workers was killed (exit code {process.exitcode})"
                 replies.append(RuntimeError(f"{why}: not enough memory?"))
-            if isinstance(replies[-1], SystemExit):  # refused, in one line
+            if isinstance(replies[-1], SystemExit):  # the worker exited with a message
                 self.close()
                 sys.stderr.write(str(replies[-1]))
                 raise SystemExit(2)
@@ -376,13 +381,13 @@ class WorkerEnvs:
                 self.close()
                 raise replies[-1]
         shown, ended, results = zip(*replies, strict=True)
-        for name in shown[0]:  # obs, over ... [N, ...]
+        for name in shown[0]:  # obs, over and so on, [N, ...] each
             setattr(self, name, np.concatenate([part[name] for part in shown]))
         self.ended = [*itertools.chain(*ended)]
         return results
 
     def call(self, method: str, *rows: np.ndarray) -> list:
-        """What a method of `Envs` gives in each worker, with its share of the rows [N, ...]."""
+        """Call a method of `Envs` in each worker, with its share of the rows [N, ...]."""
         for _, pipe, share in self.workers:
             with contextlib.suppress(BrokenPipeError):  # `receive` says why
                 pipe.send((method, *[each[share] for each in rows]))
@@ -393,7 +398,7 @@ class WorkerEnvs:
         return [np.concatenate(parts) for parts in zip(*self.call("step", *rows), strict=True)]
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """`Envs.played` of all."""
+        """`Envs.played` of all workers."""
         return [*itertools.chain(*self.call("played"))]
 
     def close(self):
@@ -401,13 +406,13 @@ class WorkerEnvs:
             pipe.close()
         for process, _, _ in self.workers:
             process.join(5)
-            process.kill()  # if an environment does not end
+            process.kill()  # if an environment hangs
         self.workers = []
 
 
 class PoolEnvs:
-    """EnvPool's environments, stepped by threads of its own. They can't be played again: a run
-    resumed at iteration `start` begins new episodes, with other seeds."""
+    """EnvPool's environments, stepped by its own threads. Episodes can't be replayed: a run that
+    is resumed at iteration `start` begins new ones, with other seeds."""
 
     def __init__(self, args: Args, num_envs: int, start: int):
         seeds = [episode_seed(args.seed, i, start) % 2**31 for i in range(num_envs)]
@@ -420,7 +425,7 @@ class PoolEnvs:
 
             near = difflib.get_close_matches(name, envpool.list_all_envs())
             self.vector = envpool.make(name, **options, seed=seeds, **json.loads(args.env_kwargs))
-        except Exception as error:  # it is not installed, or has no such id, argument or game
+        except Exception as error:  # not installed, or an unknown id or argument
             hint = f"near ids: {near}; arguments: --env-kwargs; EnvPool itself: pip install envpool"
             fail(f"--env-id {args.env_id}: {error!r}; {hint}")
         self.space = self.vector.observation_space
@@ -431,7 +436,7 @@ class PoolEnvs:
         obs, _ = self.vector.reset()
         self.obs = self.flat(self.space, obs)  # [N, D]
         self.over = np.zeros(num_envs, bool)  # [N], the last step ended an episode
-        self.discounted = np.zeros(num_envs)  # [N], the return so far, seen from now
+        self.discounted = np.zeros(num_envs)  # [N], discounted sum of the rewards so far
         self.returns = np.zeros(num_envs)
         self.lengths = np.zeros(num_envs, int)
         self.ended = []  # (environment, return, length) of each episode that the last step ended
@@ -455,7 +460,7 @@ class PoolEnvs:
         """Observations of a space, perhaps a nested one, as rows [N, D]."""
         if isinstance(space, gym.spaces.Dict):
             return np.concatenate([self.flat(space[name], obs[name]) for name in space], axis=1)
-        if not isinstance(space, gym.spaces.Box):  # choices become one-hot
+        if not isinstance(space, gym.spaces.Box):  # discrete parts become one-hot
             shaped = np.reshape(obs, (len(obs), *space.shape))
             obs = np.stack([gym.spaces.flatten(space, row) for row in shaped])
         return np.asarray(obs, np.float32).reshape(len(obs), -1)
@@ -514,7 +519,7 @@ class RunningMoments(nn.Module):
 
 
 def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
-    """Two layers of 64 tanh units and a linear one; orthogonal weights, no bias (detail 2)."""
+    """Two layers of 64 tanh units and a linear one; orthogonal weights, biases 0 (detail 2)."""
     layers = []
     for sizes, scale in (((inputs, 64), 2**0.5), ((64, 64), 2**0.5), ((64, outputs), gain)):
         layers += [nn.Linear(*sizes), nn.Tanh()]
@@ -525,8 +530,8 @@ def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
 
 @torch.no_grad()
 def as_numpy(network: nn.Module, scale=1.0, shift=0.0):
-    """scale * network(x) + shift, as it is now, as a function of arrays x [N, D]. Linear layers and
-    tanh become numpy, which is fast where rows are few; all others are called in torch."""
+    """scale * network(x) + shift, with the present weights, as a function of arrays x [N, D].
+    Linear layers and tanh run in numpy, which is faster for few rows; others run in torch."""
     scale, shift = (torch.as_tensor(x).cpu() for x in (scale, shift))
     if type(network) is nn.Sequential:
         *hidden, last = network
@@ -570,7 +575,7 @@ class Agent(nn.Module):
         self.register_buffer("unit", torch.where(high > low, (high - low) / 2, 1.0))
         self.obs_moments = RunningMoments((self.dim,))
         self.return_moments = RunningMoments()
-        self.rng = np.random.default_rng(args.seed)  # of actions and minibatches
+        self.rng = np.random.default_rng(args.seed)  # draws actions and minibatches
 
     def normalize(self, obs: torch.Tensor) -> torch.Tensor:
         """Observations [..., D] standardized and clipped to +-10 (continuous details 6, 7)."""
@@ -583,7 +588,7 @@ class Agent(nn.Module):
 
     def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor | None = None):
         """Action [B, A] (sampled unless given), its log-probability [B], entropy [B] and value [B]:
-        independent components, whose numbers add up (continuous details 1, 3)."""
+        components are independent, so log-probabilities add up (continuous details 1, 3)."""
         features = self.normalize(obs)
         mean = self.actor_mean(features)
         logstd = self.actor_logstd
@@ -599,8 +604,8 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def numpy_actor(self):
-        """`act` by the policy as it is now, on rows [N, D] and [N, A]: `normalize` and the networks
-        as numpy. `check_actor` compares it with `get_action_and_value` once a rollout."""
+        """`act` with the present weights, in numpy, for rows [N, D] and noise [N, A]. Once a
+        rollout `check_actor` compares it with `get_action_and_value`."""
         shift = self.obs_moments.mean.float().cpu().numpy()
         scale = (self.obs_moments.var + 1e-8).rsqrt().float().cpu().numpy()
         mean = as_numpy(self.actor_mean, self.unit, self.origin)
@@ -613,7 +618,7 @@ class Agent(nn.Module):
         return act
 
     def act(self, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
-        """Mean actions [N, ...] at observations [N, D] or, given `noise(N)`, samples: unclipped."""
+        """Mean actions [N, ...] at observations [N, D]; given `noise(N)`, samples. Not clipped."""
         actions = self.numpy_actor()(np.asarray(obs, np.float32), noise)
         return actions.reshape(-1, *self.action_shape)
 
@@ -624,8 +629,8 @@ class Agent(nn.Module):
 
 @torch.no_grad()
 def check_actor(agent: Agent, act, obs: np.ndarray, noise: np.ndarray):
-    """RuntimeError if `act` and `get_action_and_value` are two policies. For a Gaussian policy
-    log pi(mean) - log pi(mean + std * noise) = |noise|^2 / 2, whatever its mean and deviation."""
+    """Raise RuntimeError if `act` and `get_action_and_value` are two policies. For any Gaussian
+    log pi(mean) - log pi(mean + std * noise) = |noise|^2 / 2."""
     actions = np.concatenate([act(obs), act(obs, noise)])
     given = (torch.as_tensor(x, device=agent.unit.device) for x in (np.tile(obs, (2, 1)), actions))
     _, logprobs, *_ = agent(*given)
@@ -652,8 +657,8 @@ class Rollout(NamedTuple):
     rewards: np.ndarray  # [T, N]
     terminated: np.ndarray  # [T, N]
     truncated: np.ndarray  # [T, N]
-    valid: np.ndarray  # [T, N], False in the row after an episode's end: there its action was
-    # ignored and the reward is none, but its observation is the episode's true last one
+    valid: np.ndarray  # [T, N], False in the row after an episode's end, whose action was ignored
+    # and whose reward is 0; its observation is the episode's true last one
 
 
 class Batch(NamedTuple):
@@ -663,12 +668,12 @@ class Batch(NamedTuple):
     advantages: torch.Tensor  # [B]
     returns: torch.Tensor  # [B]
     values: torch.Tensor  # [B], before the update
-    noise: torch.Tensor  # [B, A], RPO's on the means; [B, 1], 0, without RPO
+    noise: torch.Tensor  # [B, A], RPO's noise on the means; zeros [B, 1] without
 
 
 def ppo_loss(agent, args: Args, batch: Batch):
-    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and what is
-    logged of it."""
+    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and its
+    metrics."""
     _, logprob, entropy, value = agent(batch.obs, batch.actions - batch.noise)
     logratio = logprob - batch.logprobs
     ratio = logratio.exp()
@@ -686,10 +691,10 @@ def ppo_loss(agent, args: Args, batch: Batch):
         error = torch.max(error, (batch.values + change - batch.returns).square())
     value_loss = 0.5 * error.mean()
 
-    entropy = entropy.mean()  # a bonus on it encourages exploration (detail 10)
+    entropy = entropy.mean()  # its bonus keeps the policy exploring (detail 10)
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
-    if args.rpo_alpha:  # of the policy without noise
+    if args.rpo_alpha:  # metrics are of the policy without the noise
         _, logprob, *_ = agent(batch.obs, batch.actions)
         logratio = logprob - batch.logprobs
         ratio = logratio.exp()
@@ -699,12 +704,12 @@ def ppo_loss(agent, args: Args, batch: Batch):
 
 
 def trained(agent: Agent) -> dict[str, nn.Parameter]:
-    """The parameters that learn; frozen ones, without `requires_grad`, do not."""
+    """The parameters that are trained: those with `requires_grad`."""
     return {name: p for name, p in agent.named_parameters() if p.requires_grad}
 
 
 def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
-    """Adam's state for all trained parameters as one vector [P]; the agent's become views of it."""
+    """Adam's state. Parameters are one vector [P], of which the agent's own become views."""
     vector = nn.utils.parameters_to_vector(trained(agent).values()).detach()
     nn.utils.vector_to_parameters(vector, trained(agent).values())
     state = {name: torch.zeros_like(vector) for name in ("exp_avg", "exp_avg_sq")}
@@ -712,19 +717,19 @@ def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
 
 
 def check_views(agent: Agent):
-    """RuntimeError if the parameters that learn are not those of the vector any more: some were
-    frozen, thawed or replaced after `flat_adam`, and the optimizer would not follow."""
+    """Raise RuntimeError if a parameter was frozen, unfrozen or replaced after `flat_adam`: the
+    optimizer would not follow."""
     place = 0
     vector = agent.adam["parameters"]
     for name, p in agent.named_parameters():
         inside = p.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
         if inside != p.requires_grad or (inside and p.storage_offset() != place):
-            raise RuntimeError(f"{name} was frozen, thawed or replaced after flat_adam")
+            raise RuntimeError(f"{name} was frozen, unfrozen or replaced after flat_adam")
         place += p.numel() if inside else 0
 
 
 def minibatch_step(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
-    """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; metrics."""
+    """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; gives metrics."""
     parts = iter(adam["parameters"].split([p.numel() for p in trained(agent).values()]))
     views = {name: next(parts).view(p.shape) for name, p in trained(agent).items()}
 
@@ -750,7 +755,7 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
     check_views(agent)
     seen = data.obs[:-1][data.valid]
     first = agent.obs_moments.count == 0
-    if first:  # later observations are scaled for learning as they were for acting
+    if first:  # later, the scale changes after learning: acting and learning share it
         agent.obs_moments.update(seen)
     device = agent.adam["parameters"].device
     obs = torch.as_tensor(data.obs, device=device)
@@ -764,8 +769,8 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
     fields = obs[:-1], actions, logprobs.detach(), advantages, returns, values[:-1], noise
     batch = Batch(*[x.flatten(0, 1) for x in fields])  # [B, ...], B = T * N
 
-    rows = np.flatnonzero(data.valid)  # what is learned from
-    num_minibatches = min(args.num_minibatches, len(rows) // 2)  # two rows at least in each
+    rows = np.flatnonzero(data.valid)  # the rows to learn from
+    num_minibatches = min(args.num_minibatches, len(rows) // 2)  # at least two rows in each
     if num_minibatches == 0:  # nothing to learn from
         return {}
     steps = []  # metrics of each step
@@ -778,7 +783,7 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
         for minibatch in order.tensor_split(num_minibatches):
             names, numbers = step(agent, agent.adam, batch, minibatch, learning_rate, args)
-            steps.append(numbers.clone())  # CUDA graphs write into theirs again
+            steps.append(numbers.clone())  # CUDA graphs reuse their output
         approx_kl = torch.stack(steps[-num_minibatches:])[:, names.index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
@@ -786,8 +791,8 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
         agent.obs_moments.update(seen)
     means = torch.stack(steps).mean(dim=0).tolist()
     metrics = {f"losses/{name}": mean for name, mean in zip(names, means, strict=True)}
-    error = batch.advantages[rows].var()  # of R - V
-    scale = batch.returns[rows].var()  # of R
+    error = batch.advantages[rows].var()  # variance of R - V
+    scale = batch.returns[rows].var()  # variance of R
     metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
     metrics["charts/policy_std"] = (agent.actor_logstd.exp() * agent.unit).mean().item()
     return metrics
@@ -826,7 +831,7 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs | PoolEnvs, run: "Run", args: 
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's folder, its logs and its counters. While this is open, the folder is its alone."""
+    """A run's folder, logs and counters. While it is open, no other process can use the folder."""
 
     def __init__(self, args: Args, checkpoint: dict):
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
@@ -844,7 +849,7 @@ class Run:
         except OSError as error:
             fail(f"no folder for the run: {error}")
         with contextlib.ExitStack() as undo:
-            undo.enter_context(self.csv)  # closed, and the folder free again, if what follows fails
+            undo.enter_context(self.csv)  # if the start fails, close it: the folder is free again
             try:
                 fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -853,7 +858,7 @@ class Run:
                 fail(f"{self.folder}: {error}")
             if not args.resume and (self.folder / "checkpoint.pt").exists():
                 fail(f"a run is there: --resume {self.folder} goes on with it")
-            # what was logged after the checkpoint goes: it will be logged again
+            # drop the rows after the checkpoint: they will be logged again
             known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
             self.csv.truncate(len(b"".join(known)))
             self.rows = max(len(known) - 1, 0)
@@ -861,11 +866,11 @@ class Run:
                 self.csv.write("global_step,seconds,return,length\n")
             self.wandb = None
             if args.track:
-                import wandb  # before the writer, which it follows
+                import wandb  # before SummaryWriter, which it patches
 
                 project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
                 more = {"config": vars(self.args), "sync_tensorboard": True}
-                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one when resumed
+                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # resumed: the same run
                 self.wandb = wandb.init(name=self.folder.name, **project, **more)
             self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
             table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
@@ -883,7 +888,7 @@ class Run:
         if self.wandb:
             self.wandb.finish()
         self.write_json(self.status)
-        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
+        if kind and self.new and self.global_step == 0:  # failed before a step: leave nothing
             shutil.rmtree(self.folder, ignore_errors=True)
         self.csv.close()
 
@@ -923,7 +928,7 @@ class Run:
 
 
 def new_folder(args: Args) -> Path:
-    """A new folder below runs/, of this run alone: two that start in one second get two."""
+    """Make a new folder below runs/. Two runs that start in one second get two folders."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     for k in itertools.count(1):
         folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
@@ -933,14 +938,14 @@ def new_folder(args: Args) -> Path:
 
 
 def refuse_links(folder: Path):
-    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
+    """Exit with one line if a folder has links: through them a run would write elsewhere."""
     for path in folder.rglob("*"):
         if path.is_symlink():
             fail(f"{path} is a link: a run writes into its own folder alone")
 
 
 def save(run: Run, agent: Agent, envs):
-    """Everything needed to continue, whole or not at all: written aside, then renamed."""
+    """Save all that is needed to continue. The file is renamed when whole: it is never half."""
     run.writer.flush()
     state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
     state |= {"adam": agent.adam, "rng": agent.rng.bit_generator.state}
@@ -952,11 +957,11 @@ def save(run: Run, agent: Agent, envs):
 
 
 def load_checkpoint(folder: Path) -> dict:
-    """What `save` wrote; runs no code, whoever wrote it."""
+    """Read what `save` wrote. No code in the file is run."""
     content = {}
     path = Path(folder) / "checkpoint.pt"
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would block
             raise FileNotFoundError(path.name)
         with zipfile.ZipFile(path) as file:
             if file.testzip():
@@ -966,15 +971,15 @@ def load_checkpoint(folder: Path) -> dict:
         step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
         content["counters"] = int(step), int(iteration), float(seconds), int(rows)
         content["returns"] = [float(x) for x in content.get("returns", ())]
-        content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
-        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none yet
+        content["played"] = [(int(n), np.atleast_1d(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none begun
         if not all(number >= 0 for number in numbers):
             raise ValueError(f"its counters are {numbers}")
-    except Exception as error:  # damage shows in many ways
+    except Exception as error:  # damaged files raise errors of many kinds
         maker = f", made by {content['script']}" if "script" in content else ""
         fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
     module, _, name = args.env_id.rpartition(":")
-    if module != "envpool":  # a module's code runs if the command line names it
+    if module != "envpool":  # only the command line may name a module to import
         args.env_id = name
     return content | {"args": args}
 
@@ -990,12 +995,13 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
     try:
         agent.load_state_dict(checkpoint["agent"])
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        fail(f"{folder}: its agent does not fit the environment: {error}")
+        maker = checkpoint.get("script")
+        fail(f"{folder}: its agent, by {maker}, does not fit the environment: {error}")
     return agent, args
 
 
 def drawn_env(args: Args) -> gym.Env:
-    """An environment whose frames can be drawn; one clear line if they can't."""
+    """An environment that can draw its frames; exits with one line if they can't."""
     if args.env_id.startswith("envpool:"):
         fail("--capture-video: of gymnasium's environments alone, not EnvPool's")
     if sys.platform == "linux":
@@ -1018,17 +1024,17 @@ def drawn_env(args: Args) -> gym.Env:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily, then with drawn actions as in training; returns the
+    """Play the run in `args.evaluate` greedily, then with sampled actions; returns the
     greedy returns. `capture_video` records the greedy episodes into its videos/."""
     greedy = play(args, "eval")
-    drawn = play(replace(args, capture_video=False), "drawn")
-    for name, returns in (("greedy", greedy), ("drawn", drawn)):
+    sampled = play(replace(args, capture_video=False), "sampled")
+    for name, returns in (("greedy", greedy), ("sampled", sampled)):
         print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return greedy
 
 
 def play(args: Args, name: str) -> list[float]:
-    """Returns of `eval_episodes` episodes, printed under this name; those of "drawn" are drawn."""
+    """Returns of `eval_episodes` episodes, printed under this name; "sampled" is not greedy."""
     played = replace(args, seed=episode_seed(args.seed, 2**31))
     if args.capture_video:
         refuse_links(args.evaluate)
@@ -1039,13 +1045,13 @@ def play(args: Args, name: str) -> list[float]:
     else:
         envs = make_envs(played, 1)
     returns = []
-    bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
+    bar = tqdm(unit="step", leave=False, disable=None)  # drawing frames takes a while
     with contextlib.closing(envs), bar:
         agent, _ = load(args.evaluate, envs)
         act = agent.numpy_actor()
         for episode in range(args.eval_episodes):
             for _ in range(100_000):
-                noise = agent.noise(1) if name == "drawn" else None
+                noise = agent.noise(1) if name == "sampled" else None
                 envs.step(act(envs.obs, noise))
                 bar.update()
                 if envs.ended:
@@ -1060,24 +1066,24 @@ def play(args: Args, name: str) -> list[float]:
 
 # --- training -------------------------------------------------------------------------------------
 def compile_step(agent: Agent, args: Args):
-    """`minibatch_step` compiled; as it is in a short run, or if no compiler works."""
+    """`minibatch_step`, compiled unless the run is short or no compiler works."""
     steps = args.num_iterations * args.update_epochs * args.num_minibatches
     if not args.compile or steps < args.compile_from:
         return minibatch_step
     options = {"cpp_wrapper": agent.adam["steps"].is_cpu, "triton.cudagraphs": args.cudagraphs}
-    options |= {"cpp.vec_isa_ok": True, "cpp.use_decompose_tanh": True}  # starts, and runs, faster
+    options |= {"cpp.vec_isa_ok": True, "cpp.use_decompose_tanh": True}  # compiles and runs faster
     try:
-        torch.compiler.reset()  # of another agent in this process
+        torch.compiler.reset()  # forget what was compiled for another agent
         torch._dynamo.config.trace_autograd_ops = True
         torch.compile(lambda x: x + 1, options=options)(agent.adam["steps"])
     except Exception as error:  # whatever a missing, old or broken compiler raises
         print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
         return minibatch_step
-    if args.cudagraphs:  # which change these in place
+    if args.cudagraphs:  # the graphs change these in place
         for tensor in agent.adam.values():
             torch._dynamo.mark_static_address(tensor, guard=False)
-    # Shapes and types of an agent do not change, but for the number of rows; so only the fields of
-    # Args are watched: it is compiled again when one changes.
+    # An agent's shapes and types stay, except for the number of rows. So only the fields of Args
+    # are guarded: the step is compiled again when one changes.
     options["guard_filter_fn"] = lambda guards: [
         re.match(r"(L\[')?args\b", guard.name) is not None for guard in guards
     ]
@@ -1086,11 +1092,11 @@ def compile_step(agent: Agent, args: Args):
 
 
 def following(step, args: Args):
-    """A compiled step that follows schedules: a number of Args that is not what it was at first is
-    given as a tensor, as the learning rate is, so that it is compiled again once and no more."""
+    """Make a compiled step follow schedules. A number of Args that has changed since the start is
+    passed as a tensor, as the learning rate is: then the step is compiled again only once."""
     first = dict(vars(args))
     last = first
-    given = args  # tensors are made where a number changes, not in each step
+    given = args  # made again when a number changes, not in each step
 
     def follow(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
         nonlocal last, given
@@ -1110,8 +1116,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """The list of the signals that have come. The first ends training after its iteration, the next
-    acts at once. Outside the main thread, which alone may handle signals, none is caught."""
+    """A list of the signals that have come. The first ends training after its iteration, the next
+    acts at once. Only the main thread can catch signals; elsewhere the list stays empty."""
     stop = []
 
     def handler(number, frame):
@@ -1139,7 +1145,7 @@ def restore(agent: Agent, checkpoint: dict, folder: Path):
 
 
 def check_finite(iteration: int, values: dict):
-    """FloatingPointError that names the first value with a NaN or an infinity."""
+    """Raise FloatingPointError that names the first value with a NaN or an infinity."""
     for name, x in values.items():
         if not torch.as_tensor(x).isfinite().all():
             raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
@@ -1181,10 +1187,10 @@ def train(args: Args) -> Path:
 
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
-    """Say how to go on or to play; play and record, if that is wanted."""
+    """Print how to go on or to play; save the weights and record a video, if asked to."""
     script = f"python {shlex.quote(sys.argv[0])}"
     folder = shlex.quote(str(run.folder))
-    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
+    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be named again
         folder += f" --env-id {run.args.env_id}"
     if run.status == "running":
         print(f"go on with: {script} --resume {folder}")
@@ -1200,7 +1206,7 @@ def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):  # a terminal may lack a folder's letters
+    for stream in (sys.stdout, sys.stderr):  # a terminal may not know all letters
         stream.reconfigure(errors="backslashreplace")
     args = parse_args()
     evaluate(args) if args.evaluate else train(args)

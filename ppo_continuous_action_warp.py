@@ -103,7 +103,7 @@ class Args:
     num_iterations: int = 0  # computed: total_timesteps // batch_size
 
     def __post_init__(self):
-        """Compute what is computed; a ValueError, which tyro shows, for what can't be meant."""
+        """Compute the last fields; raise ValueError, which tyro shows, for wrong arguments."""
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
@@ -130,8 +130,8 @@ def fits(value, hint) -> bool:
 
 
 def check(args, low: dict, high: dict):
-    """ValueError for a value of another type than its field's, for a number out of bounds (by
-    default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
+    """Raise ValueError for a value of a wrong type, for a number out of its bounds (by default 1
+    to 1e18, for fractions 0 to 1e18) and for flags that exclude each other."""
     for name, hint in get_type_hints(type(args)).items():
         flag = f"--{name.replace('_', '-')}"
         value = getattr(args, name)
@@ -144,13 +144,16 @@ def check(args, low: dict, high: dict):
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
-        raise ValueError("--exp-name '': a name is wanted")
+        raise ValueError("--exp-name '': a name is needed")
     if args.resume and (args.run_dir or args.evaluate):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
+KEPT = ("num_envs", "log_std_init", "scale_actions")  # flags that a resumed run can't change
+
+
 def parse_args(argv: list[str] | None = None) -> Args:
-    """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
+    """The command line as Args. With --resume or --evaluate the defaults are that run's."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
@@ -160,11 +163,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
     folder, _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
     saved = load_checkpoint(folder)["args"] if folder else Args()
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
-    if args.resume and args.num_envs != saved.num_envs:
-        fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
+    for name in KEPT:
+        if args.resume and getattr(args, name) != getattr(saved, name):
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            fail(f"{flag}: {args.resume} goes on with its {getattr(saved, name)}")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track: wandb is not installed: pip install wandb")
-    if args.capture_video:  # what is missing is better known before training
+    if args.capture_video:  # find out before training what is missing
         if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
             fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
         drawn_env(args).close()
@@ -172,7 +177,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def fail(message: str):
-    """One line on standard error, exit code 2."""
+    """Print one line to standard error and exit with code 2."""
     print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -245,8 +250,8 @@ class Task(NamedTuple):
     forward: float
     alive: float
     cost: float
-    noise: float  # of a new episode's start: uniform
-    normal: bool  # but normal in the velocities
+    noise: float  # size of the uniform noise at an episode's start
+    normal: bool  # velocities get normal noise instead
     clip: float  # velocities are seen within +-clip
     healthy: list  # an episode terminates if an entry of (positions, velocities) leaves its range
 
@@ -360,7 +365,7 @@ def make_envs(env_id: str, num_envs: int, device) -> DeviceEnvs:
 
 def make_env(env_id: str, **options) -> gym.Env:
     """One environment of gymnasium's own, to read what a task is, to play and to film."""
-    gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
+    gym.logger.min_level = gym.logger.ERROR  # no warning that v4 ids are old
     try:
         return gym.make(env_id, **options)
     except Exception as error:  # whatever gymnasium raises
@@ -396,7 +401,7 @@ class RunningMoments(nn.Module):
 
 
 def mlp(sizes: list[int], gain: float) -> nn.Sequential:
-    """Layers of ELU units and a linear one; orthogonal weights, no bias (detail 2)."""
+    """Layers of ELU units and a linear one; orthogonal weights, biases 0 (detail 2)."""
     layers = []
     for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ELU()]
@@ -439,7 +444,7 @@ class Agent(nn.Module):
 
     def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor | None = None):
         """Action [B, A] (sampled unless given), its log-probability [B], entropy [B] and value [B]:
-        independent components, whose numbers add up (continuous details 1, 3)."""
+        components are independent, so log-probabilities add up (continuous details 1, 3)."""
         features = self.normalize(obs)
         mean = self.actor_mean(features)
         logstd = self.actor_logstd
@@ -488,7 +493,7 @@ class Rollout(NamedTuple):
     rewards: torch.Tensor  # [T, N]
     terminated: torch.Tensor  # [T, N]
     truncated: torch.Tensor  # [T, N]
-    discounted: torch.Tensor  # [T, N], the episode's return so far, seen from now
+    discounted: torch.Tensor  # [T, N], discounted sum of the episode's rewards
     returns: torch.Tensor  # [T, N], its return so far
     lengths: torch.Tensor  # [T, N], its steps so far
 
@@ -503,8 +508,8 @@ class Batch(NamedTuple):
 
 
 def ppo_loss(agent, args: Args, batch: Batch):
-    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and what is
-    logged of it."""
+    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and its
+    metrics."""
     _, logprob, entropy, value = agent(batch.obs, batch.actions)
     logratio = logprob - batch.logprobs
     ratio = logratio.exp()
@@ -522,7 +527,7 @@ def ppo_loss(agent, args: Args, batch: Batch):
         error = torch.max(error, (batch.values + change - batch.returns).square())
     value_loss = 0.5 * error.mean()
 
-    entropy = entropy.mean()  # a bonus on it encourages exploration (detail 10)
+    entropy = entropy.mean()  # its bonus keeps the policy exploring (detail 10)
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
     metrics = {"value_loss": value_loss, "policy_loss": policy_loss, "entropy": entropy}
@@ -531,12 +536,12 @@ def ppo_loss(agent, args: Args, batch: Batch):
 
 
 def trained(agent: Agent) -> dict[str, nn.Parameter]:
-    """The parameters that learn; frozen ones, without `requires_grad`, do not."""
+    """The parameters that are trained: those with `requires_grad`."""
     return {name: p for name, p in agent.named_parameters() if p.requires_grad}
 
 
 def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
-    """Adam's state for all trained parameters as one vector [P]; the agent's become views of it."""
+    """Adam's state. Parameters are one vector [P], of which the agent's own become views."""
     vector = nn.utils.parameters_to_vector(trained(agent).values()).detach()
     nn.utils.vector_to_parameters(vector, trained(agent).values())
     state = {name: torch.zeros_like(vector) for name in ("exp_avg", "exp_avg_sq")}
@@ -544,19 +549,19 @@ def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
 
 
 def check_views(agent: Agent):
-    """RuntimeError if the parameters that learn are not those of the vector any more: some were
-    frozen, thawed or replaced after `flat_adam`, and the optimizer would not follow."""
+    """Raise RuntimeError if a parameter was frozen, unfrozen or replaced after `flat_adam`: the
+    optimizer would not follow."""
     place = 0
     vector = agent.adam["parameters"]
     for name, p in agent.named_parameters():
         inside = p.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
         if inside != p.requires_grad or (inside and p.storage_offset() != place):
-            raise RuntimeError(f"{name} was frozen, thawed or replaced after flat_adam")
+            raise RuntimeError(f"{name} was frozen, unfrozen or replaced after flat_adam")
         place += p.numel() if inside else 0
 
 
 def minibatch_step(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
-    """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; metrics."""
+    """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; gives metrics."""
     parts = iter(adam["parameters"].split([p.numel() for p in trained(agent).values()]))
     views = {name: next(parts).view(p.shape) for name, p in trained(agent).items()}
 
@@ -589,7 +594,7 @@ def update(agent: Agent, data: Rollout, args: Args, first: bool = False):
     as tensors. Nothing here asks for a value on the host."""
     check_views(agent)
     seen = data.obs.flatten(0, 1)
-    if first:  # later observations are scaled for learning as they were for acting
+    if first:  # later, the scale changes after learning: acting and learning share it
         agent.obs_moments.update(seen)
     # rewards over the deviation of the discounted returns, clipped (continuous details 8, 9)
     agent.return_moments.update(data.discounted.flatten())
@@ -613,7 +618,7 @@ def update(agent: Agent, data: Rollout, args: Args, first: bool = False):
         for rows in order.tensor_split(args.num_minibatches):
             names, numbers = minibatch_step(agent, agent.adam, batch, rows, learning_rate, args)
             steps.append(numbers)
-            if args.desired_kl and len(steps) > 1:  # at the first one nothing has moved yet
+            if args.desired_kl and len(steps) > 1:  # before the first step the KL is 0
                 adapt(learning_rate, numbers[names.index("approx_kl")], args.desired_kl)
     if not first:
         agent.obs_moments.update(seen)
@@ -663,7 +668,7 @@ def rollout(agent: Agent, envs: DeviceEnvs, at: dict, data: Rollout, args: Args)
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's folder, its logs and its counters. While this is open, the folder is its alone."""
+    """A run's folder, logs and counters. While it is open, no other process can use the folder."""
 
     def __init__(self, args: Args, checkpoint: dict):
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
@@ -682,7 +687,7 @@ class Run:
         except OSError as error:
             fail(f"{self.folder}: {error}")
         with contextlib.ExitStack() as undo:
-            undo.enter_context(self.csv)  # closed, and the folder free again, if what follows fails
+            undo.enter_context(self.csv)  # if the start fails, close it: the folder is free again
             try:
                 fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -691,7 +696,7 @@ class Run:
                 fail(f"{self.folder}: {error}")
             if not args.resume and (self.folder / "checkpoint.pt").exists():
                 fail(f"a run is there: --resume {self.folder} goes on with it")
-            # what was logged after the checkpoint goes: it will be logged again
+            # drop the rows after the checkpoint: they will be logged again
             known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
             self.csv.truncate(len(b"".join(known)))
             self.rows = len(known) - 1
@@ -700,11 +705,11 @@ class Run:
                 self.rows = 0
             self.wandb = None
             if args.track:
-                import wandb  # before the writer, which it follows
+                import wandb  # before SummaryWriter, which it patches
 
                 project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
                 more = {"config": vars(self.args), "sync_tensorboard": True}
-                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one when resumed
+                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # resumed: the same run
                 self.wandb = wandb.init(name=self.folder.name, **project, **more)
             self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
             table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
@@ -722,7 +727,7 @@ class Run:
         if self.wandb:
             self.wandb.finish()
         self.write_json(self.status)
-        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
+        if kind and self.new and self.global_step == 0:  # failed before a step: leave nothing
             for pattern in ("run.json", "checkpoint.pt", "episodes.csv", "events.out.tfevents.*"):
                 for path in self.folder.glob(pattern):
                     path.unlink()
@@ -769,7 +774,7 @@ class Run:
 
 
 def new_folder(args: Args) -> Path:
-    """A new folder below runs/, of this run alone: two that start in one second get two."""
+    """Make a new folder below runs/. Two runs that start in one second get two folders."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     for k in itertools.count(1):
         folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
@@ -779,14 +784,14 @@ def new_folder(args: Args) -> Path:
 
 
 def refuse_links(folder: Path):
-    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
+    """Exit with one line if a folder has links: through them a run would write elsewhere."""
     for path in folder.rglob("*"):
         if path.is_symlink():
             fail(f"{path} is a link: a run writes into its own folder alone")
 
 
 def save(run: Run, agent: Agent, envs: DeviceEnvs, at: dict):
-    """Everything needed to continue, whole or not at all: written aside, then renamed."""
+    """Save all that is needed to continue. The file is renamed when whole: it is never half."""
     run.writer.flush()
     state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
     state |= {"adam": agent.adam, "envs": envs.state_dict(), "at": at, "rng": torch.get_rng_state()}
@@ -798,11 +803,11 @@ def save(run: Run, agent: Agent, envs: DeviceEnvs, at: dict):
 
 
 def load_checkpoint(folder: Path) -> dict:
-    """What `save` wrote; runs no code, whoever wrote it."""
+    """Read what `save` wrote. No code in the file is run."""
     content = {}
     path = Path(folder) / "checkpoint.pt"
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would block
             raise FileNotFoundError(path.name)
         with zipfile.ZipFile(path) as file:
             if file.testzip():
@@ -812,15 +817,15 @@ def load_checkpoint(folder: Path) -> dict:
         step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
         content["counters"] = int(step), int(iteration), float(seconds), int(rows)
         content["returns"] = [float(x) for x in content.get("returns", ())]
-        content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
-        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none yet
+        content["played"] = [(int(n), np.atleast_1d(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none begun
         if not all(number >= 0 for number in numbers):
             raise ValueError(f"its counters are {numbers}")
-    except Exception as error:  # damage shows in many ways
+    except Exception as error:  # damaged files raise errors of many kinds
         maker = f", made by {content['script']}" if "script" in content else ""
         fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
     module, _, name = args.env_id.rpartition(":")
-    if module != "envpool":  # a module's code runs if the command line names it
+    if module != "envpool":  # only the command line may name a module to import
         args.env_id = name
     return content | {"args": args}
 
@@ -837,12 +842,15 @@ def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]
     try:
         agent.load_state_dict(checkpoint["agent"])
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        fail(f"{folder}: its agent does not fit the environment and the flags: {error}")
+        maker = checkpoint.get("script")
+        fail(
+            f"{folder}: its agent, by {maker}, does not fit the environment and the flags: {error}"
+        )
     return agent, args
 
 
 def drawn_env(args: Args) -> gym.Env:
-    """An environment whose frames can be drawn; one clear line if they can't."""
+    """An environment that can draw its frames; exits with one line if they can't."""
     if sys.platform == "linux":
         os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
     env = make_env(args.env_id, render_mode="rgb_array")
@@ -915,8 +923,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """The list of the signals that have come. The first ends training after its iteration, the next
-    acts at once. Outside the main thread, which alone may handle signals, none is caught."""
+    """A list of the signals that have come. The first ends training after its iteration, the next
+    acts at once. Only the main thread can catch signals; elsewhere the list stays empty."""
     stop = []
 
     def handler(number, frame):
@@ -949,7 +957,7 @@ def restore(agent: Agent, state: dict, checkpoint: dict, folder: Path):
 
 
 def check_finite(iteration: int, values: dict):
-    """FloatingPointError that names the first value with a NaN or an infinity."""
+    """Raise FloatingPointError that names the first value with a NaN or an infinity."""
     for name, x in values.items():
         if not torch.as_tensor(x).isfinite().all():
             raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
@@ -975,7 +983,7 @@ def train(args: Args) -> Path:
         if args.resume:
             state = {"at": at, "envs": envs.state_dict()} if envs.resumable else {}
             restore(agent, state, checkpoint, args.resume)
-            if args.learning_rate != checkpoint["args"].learning_rate:  # given anew
+            if args.learning_rate != checkpoint["args"].learning_rate:  # given on the command line
                 agent.adam["learning_rate"].fill_(args.learning_rate)
         graphs = args.cudagraphs and device.type == "cuda"
         collect = Recorded(rollout) if graphs and envs.resumable else rollout
@@ -1004,10 +1012,10 @@ def train(args: Args) -> Path:
 
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
-    """Say how to go on or to play; play and record, if that is wanted."""
+    """Print how to go on or to play; save the weights and record a video, if asked to."""
     script = f"python {shlex.quote(sys.argv[0])}"
     folder = shlex.quote(str(run.folder))
-    own = f" --env-id {run.args.env_id}" if ":" in run.args.env_id else ""  # to be given again
+    own = f" --env-id {run.args.env_id}" if ":" in run.args.env_id else ""  # name the module again
     if run.status == "running":
         print(f"go on with: {script} --resume {folder}{own}")
         raise SystemExit(128 + stop[0])
@@ -1023,7 +1031,7 @@ def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):  # a terminal may lack a folder's letters
+    for stream in (sys.stdout, sys.stderr):  # a terminal may not know all letters
         stream.reconfigure(errors="backslashreplace")
     args = parse_args()
     evaluate(args) if args.evaluate else train(args)

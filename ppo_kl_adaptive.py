@@ -82,7 +82,7 @@ class Args:
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
     run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: Path | None = None  # continue the run in this folder with its own arguments
-    evaluate: Path | None = None  # play the run in this folder, greedily and with drawn actions
+    evaluate: Path | None = None  # play the run in this folder, greedily and with sampled actions
     eval_episodes: int = 10  # episodes played by --evaluate
     checkpoint_interval: int = 10  # iterations between checkpoints
 
@@ -98,20 +98,20 @@ class Args:
     episodes_per_batch: Annotated[int, arg(aliases=["--batch-size", "-b"])] = 20  # episodes (b)
     gamma: Annotated[float, arg(aliases=["-g"])] = 0.995  # discount factor
     gae_lambda: Annotated[float, arg(aliases=["--lam", "-l"])] = 0.98  # lambda of the advantage
-    update_epochs: int = 20  # most passes of the policy over an iteration's batch, one step each
+    update_epochs: int = 20  # at most so many passes over an iteration's batch, one step each
     value_epochs: int = 10  # passes of the value function, in minibatches of 256 to 511
     hid1_mult: Annotated[int, arg(aliases=["-m"])] = 10  # first hidden layers' units per input
     policy_logvar: Annotated[float, arg(aliases=["-v"])] = -1.0  # initial log variance of actions
     learning_rate: float | None = None  # the policy's; default 9e-4 / sqrt(second layer's units)
     value_learning_rate: float | None = None  # default 1e-2 / sqrt(second layer's units)
-    servo: Literal["coady", "schulman", "fixed", "learning-rate"] = "coady"  # what follows the KL
+    servo: Literal["coady", "schulman", "fixed", "learning-rate"] = "coady"  # how to hold the KL
     kl_targ: Annotated[float | None, arg(aliases=["-k"])] = None  # d: coady's 0.003, others 0.01
-    beta: float | None = None  # weight of the KL penalty at first; 1, with learning-rate 0
+    beta: float | None = None  # initial weight of the KL penalty; 1 or, with learning-rate, 0
     bootstrap_truncation: bool = False  # departure: the value after a time limit is not 0
     lambda_returns: bool = False  # departure: the value function learns advantages + values
 
     def __post_init__(self):
-        """A ValueError, which tyro shows, for what can't be meant."""
+        """Raise ValueError, which tyro shows, for wrong arguments."""
         low = {"learning_rate": 1e-9, "value_learning_rate": 1e-9, "kl_targ": 1e-9, "seed": 0}
         low |= {"num_episodes": 0, "policy_logvar": -20, "env_workers": 0}
         high = {"gamma": 1, "gae_lambda": 1, "policy_logvar": 20}
@@ -122,12 +122,12 @@ class Args:
 
 
 def check(args, low: dict, high: dict):
-    """ValueError for a value of another type than its field's, for a number out of bounds (by
-    default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
+    """Raise ValueError for a value of a wrong type, for a number out of its bounds (by default 1
+    to 1e18, for fractions 0 to 1e18) and for flags that exclude each other."""
     for name, hint in get_type_hints(type(args)).items():
         flag = f"--{name.replace('_', '-')}"
         value = getattr(args, name)
-        kinds = get_args(hint) or (hint,)  # types or, of a Literal, its values
+        kinds = get_args(hint) or (hint,)  # types, or the values of a Literal
         types = tuple(kind for kind in kinds if isinstance(kind, type))
         whole = float in kinds and isinstance(value, int)
         if not (isinstance(value, types) or value in kinds or whole):
@@ -138,7 +138,7 @@ def check(args, low: dict, high: dict):
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
-        raise ValueError("--exp-name '': a name is wanted")
+        raise ValueError("--exp-name '': a name is needed")
     try:
         dict(**json.loads(args.env_kwargs))
     except (TypeError, ValueError, RecursionError) as error:
@@ -147,8 +147,11 @@ def check(args, low: dict, high: dict):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
+KEPT = ("num_envs", "policy_logvar", "beta")  # flags that a resumed run can't change
+
+
 def parse_args(argv: list[str] | None = None) -> Args:
-    """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
+    """The command line as Args. With --resume or --evaluate the defaults are that run's."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and not argv[0].startswith("-"):  # the original's environment name
         argv = ["--env-id", *argv]
@@ -161,11 +164,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
     folder, _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
     saved = load_checkpoint(folder)["args"] if folder else Args()
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
-    if args.resume and args.num_envs != saved.num_envs:
-        fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
+    for name in KEPT:
+        if args.resume and getattr(args, name) != getattr(saved, name):
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            fail(f"{flag}: {args.resume} goes on with its {getattr(saved, name)}")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track: wandb is not installed: pip install wandb")
-    if args.capture_video:  # what is missing is better known before training
+    if args.capture_video:  # find out before training what is missing
         if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
             fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
         drawn_env(args).close()
@@ -173,15 +178,15 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def fail(message: str):
-    """One line on standard error, exit code 2."""
+    """Print one line to standard error and exit with code 2."""
     print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
 # --- environments ---------------------------------------------------------------------------------
 def make_env(env_id: str, **options) -> gym.Env:
-    """A gymnasium environment with flat observations; one clear line if there is no such thing."""
-    gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
+    """A gymnasium environment with flat observations; exits with one line if it can't be made."""
+    gym.logger.min_level = gym.logger.ERROR  # no warning that v4 ids are old
     module = "shimmy:" if env_id.startswith("dm_control/") else ""
     try:
         env = gym.make(f"{module}{env_id}", **{"disable_env_checker": True} | options)
@@ -194,12 +199,12 @@ def make_env(env_id: str, **options) -> gym.Env:
     return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
 
 
-# Flattened, these are numbers, always as many
+# Spaces that flatten to a fixed number of numbers
 VECTORS = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
 
 
 def leaves(space: gym.Space) -> list[gym.Space]:
-    """The spaces that a Dict or Tuple, perhaps a nested one, is made of; of any other, itself."""
+    """The spaces inside a Dict or Tuple, nested ones too. Any other space is its own one leaf."""
     if not isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
         return [space]
     parts = space.values() if isinstance(space, gym.spaces.Dict) else space
@@ -207,14 +212,14 @@ def leaves(space: gym.Space) -> list[gym.Space]:
 
 
 def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
-    """One clear line if the spaces are none that this script learns with."""
+    """Exit with one line if this script can't learn with these spaces."""
     pixels = any(leaf.dtype == np.uint8 and len(leaf.shape) > 1 for leaf in leaves(space))
     vector = all(isinstance(leaf, VECTORS) for leaf in leaves(space)) and not pixels
     if not vector or gym.spaces.flatdim(space) > 20_000:
         hint = "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py"
         fail(f"--env-id {env_id}: {space}: {hint}")
     if not isinstance(actions, gym.spaces.Box | gym.spaces.Discrete):
-        hint = "a Box or Discrete of actions is wanted; several choices: ppo.py"
+        hint = "a Box or Discrete of actions is needed; several choices: ppo.py"
         fail(f"--env-id {env_id}: {actions}: {hint}")
 
 
@@ -224,7 +229,7 @@ def episode_seed(*key: int) -> int:
 
 
 def seed_others(seed: int):
-    """Seed what only careless environments draw from; all others have their own `np_random`."""
+    """Seed the global generators. Most environments have their own, `np_random`, a few do not."""
     random.seed(seed)
     np.random.seed(seed)
 
@@ -278,9 +283,9 @@ class Envs:
         try:
             rewards.append(float(np.asarray(reward).item()))
             over = bool(terminated or truncated)
-        except ValueError:  # several numbers
+        except ValueError:  # an array instead of one number
             what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
-            hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
+            hint = "one of each is needed (several rewards: a wrapper that weighs them)"
             raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
         self.obs[i] = np.asarray(obs).reshape(self.observation_space.shape)
         self.over[i] = over
@@ -313,7 +318,7 @@ class Envs:
 
     def played(self) -> list[tuple[int, np.ndarray]]:
         """The number of each environment's last episode; no actions: between iterations none runs,
-        so that none is played again."""
+        so that none has to be replayed."""
         return [(episode, np.zeros(0)) for episode in self.episodes]
 
     def close(self):
@@ -322,12 +327,12 @@ class Envs:
 
 
 def work(pipe, args: Args, numbers: list[int], played: list | None):
-    """A worker process: some of the environments, stepped as its pipe tells, until that ends."""
-    for number in SIGNALS:  # the run decides when to stop
+    """A worker process: it does what its pipe says with its environments, until the pipe ends."""
+    for number in SIGNALS:  # the main process decides when to stop
         signal.signal(number, signal.SIG_IGN)
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):  # one worker prints what all would
+        with contextlib.redirect_stderr(said):  # all would print the same warnings
             envs = own_envs(args, numbers, played)
         if 0 in numbers:
             sys.stderr.write(said.getvalue())
@@ -339,16 +344,16 @@ def work(pipe, args: Args, numbers: list[int], played: list | None):
                 result = getattr(envs, method)(*given)
     except BaseException as error:
         told = isinstance(error, SystemExit) and said.getvalue()
-        with contextlib.suppress(OSError):  # the run may be over
+        with contextlib.suppress(OSError):  # the main process may be gone
             pipe.send(SystemExit(told) if told else RuntimeError(traceback.format_exc()))
 
 
 class WorkerEnvs:
-    """The same in processes, each with its share of the environments; the same bits."""
+    """Like Envs, with the environments in worker processes. The results are the same bits."""
 
     def __init__(self, args: Args, played: list | None):
         self.workers = []
-        atexit.register(self.close)  # else the interpreter would wait for them
+        atexit.register(self.close)  # or the interpreter would wait for the workers
         context = multiprocessing.get_context("spawn")
         for numbers in np.array_split(range(args.num_envs), args.env_workers):
             ours, theirs = context.Pipe()
@@ -360,7 +365,7 @@ class WorkerEnvs:
         self.observation_space, self.action_space = self.receive()[0]
 
     def receive(self) -> list:
-        """What each worker answers; their states are joined to this one's."""
+        """What each worker answers. The observations of all become this object's."""
         replies = []
         for process, pipe, _ in self.workers:
             try:
@@ -369,7 +374,7 @@ class WorkerEnvs:
                 process.join(1)
                 why = f"a process of --env-workers was killed (exit code {process.exitcode})"
                 replies.append(RuntimeError(f"{why}: not enough memory?"))
-            if isinstance(replies[-1], SystemExit):  # refused, in one line
+            if isinstance(replies[-1], SystemExit):  # the worker exited with a message
                 self.close()
                 sys.stderr.write(str(replies[-1]))
                 raise SystemExit(2)
@@ -377,13 +382,13 @@ class WorkerEnvs:
                 self.close()
                 raise replies[-1]
         shown, ended, results = zip(*replies, strict=True)
-        for name in shown[0]:  # obs, over ... [N, ...]
+        for name in shown[0]:  # obs, over and so on, [N, ...] each
             setattr(self, name, np.concatenate([part[name] for part in shown]))
         self.ended = [*itertools.chain(*ended)]
         return results
 
     def call(self, method: str, *rows: np.ndarray) -> list:
-        """What a method of `Envs` gives in each worker, with its share of the rows [N, ...]."""
+        """Call a method of `Envs` in each worker, with its share of the rows [N, ...]."""
         for _, pipe, share in self.workers:
             with contextlib.suppress(BrokenPipeError):  # `receive` says why
                 pipe.send((method, *[each[share] for each in rows]))
@@ -394,7 +399,7 @@ class WorkerEnvs:
         return [np.concatenate(parts) for parts in zip(*self.call("step", *rows), strict=True)]
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """`Envs.played` of all."""
+        """`Envs.played` of all workers."""
         return [*itertools.chain(*self.call("played"))]
 
     def close(self):
@@ -402,7 +407,7 @@ class WorkerEnvs:
             pipe.close()
         for process, _, _ in self.workers:
             process.join(5)
-            process.kill()  # if an environment does not end
+            process.kill()  # if an environment hangs
         self.workers = []
 
 
@@ -485,7 +490,7 @@ def second_units(inputs: int, hid1_mult: int, third: int) -> int:
 
 def mlp(inputs: int, hid1_mult: int, third: int, outputs: int) -> nn.Sequential:
     """Three layers of tanh units, the second of the geometric mean of the others' numbers, and a
-    linear one; weights ~ N(0, 1 / fan-in) in all, no bias."""
+    linear one; weights ~ N(0, 1 / fan-in) in all, biases 0."""
     first = hid1_mult * inputs
     sizes = inputs, first, second_units(inputs, hid1_mult, third), third, outputs
     layers = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
@@ -497,8 +502,8 @@ def mlp(inputs: int, hid1_mult: int, third: int, outputs: int) -> nn.Sequential:
 
 @torch.no_grad()
 def as_numpy(network: nn.Module, scale=1.0, shift=0.0):
-    """scale * network(x) + shift, as it is now, as a function of arrays x [N, D]. Linear layers and
-    tanh become numpy, which is fast where rows are few; all others are called in torch."""
+    """scale * network(x) + shift, with the present weights, as a function of arrays x [N, D].
+    Linear layers and tanh run in numpy, which is faster for few rows; others run in torch."""
     scale, shift = (torch.as_tensor(x).cpu() for x in (scale, shift))
     if type(network) is nn.Sequential:
         *hidden, last = network
@@ -546,14 +551,14 @@ class Agent(nn.Module):
         policy_adam = torch.optim.Adam(groups, rate, fused=True)
         self.optimizers = {"policy": policy_adam, "value": value_adam}
         self.obs_moments = RunningMoments((dim,))
-        self.obs_moments.var.zero_()  # nothing seen, no spread: warm-up sees observations / 0.3
+        self.obs_moments.var.zero_()  # before the warm-up observations are divided by 0.3
         self.replay = ()  # features [B, D + 1] and returns [B] of the batch before
         self.servo = Servo(**PRESETS[args.servo])
         if args.kl_targ is not None:
             self.servo.kl_targ = args.kl_targ
         if args.beta is not None:
             self.servo.beta = args.beta
-        self.rng = np.random.default_rng(args.seed)  # of actions and minibatches
+        self.rng = np.random.default_rng(args.seed)  # draws actions and minibatches
 
     def features(self, obs: torch.Tensor, time) -> torch.Tensor:
         """Raw observations [..., D] less their mean, over 3 (deviation + 0.1), and time [...]."""
@@ -600,7 +605,7 @@ class Agent(nn.Module):
         return policy
 
     def numpy_actor(self):
-        """`act` by the policy as it is now, on rows [N, D] and, of a Box, [N, A]."""
+        """`act` with the present weights, for rows [N, D] and, of a Box, noise [N, A]."""
         policy = self.numpy_policy()
 
         def act(obs: np.ndarray, noise: np.ndarray | None = None, time=0) -> np.ndarray:
@@ -631,12 +636,12 @@ def load_adam(adam: torch.optim.Adam, state: dict):
             x = gathered[name]
             if x.shape != parameters[number].shape:
                 raise ValueError(f"{name} of parameter {number} has shape {tuple(x.shape)}")
-            gathered[name] = torch.empty_like(parameters[number]).copy_(x)  # in its layout
+            gathered[name] = torch.empty_like(parameters[number]).copy_(x)  # in the same layout
     adam.load_state_dict(adam.state_dict() | {"state": state})
 
 
 def check_learned(agent: nn.Module, *optimizers: torch.optim.Adam):
-    """RuntimeError for a parameter that no optimizer has: it was made or replaced after them."""
+    """Raise RuntimeError for a parameter of no optimizer: it was made or replaced after them."""
     known = {p for adam in optimizers for group in adam.param_groups for p in group["params"]}
     for name, p in agent.named_parameters():
         if p.requires_grad and p not in known:
@@ -645,7 +650,7 @@ def check_learned(agent: nn.Module, *optimizers: torch.optim.Adam):
 
 @torch.no_grad()
 def check_actor(agent: Agent, obs: np.ndarray, time: np.ndarray):
-    """RuntimeError if `numpy_policy` is not the policy that learns, at observations [B, D] and
+    """Raise RuntimeError if `numpy_policy` is not the learning policy, at observations [B, D] and
     times [B]."""
     device = agent.obs_moments.mean.device
     acting = agent.numpy_policy()(obs, time)
@@ -686,8 +691,8 @@ class Rollout(NamedTuple):
 
 @dataclass
 class Servo:
-    """Holds the KL of an iteration's update near kl_targ, by the weight of the penalty, beta, or by
-    the learning rate. These numbers are Coady's, PRESETS what others have instead."""
+    """Keeps the KL of each update near kl_targ, by the weight of the penalty, beta, or by the
+    learning rate. The numbers here are Coady's; PRESETS has those of others."""
 
     kl_targ: float = 0.003  # d
     beta: float = 1.0
@@ -702,7 +707,7 @@ class Servo:
     lr_multiplier: float = 1.0
 
     def adapt(self, kl: float):
-        """After an update that ended at this KL. What moves the rate is beta as just set."""
+        """Adapt beta after an update that ended at this KL; the new beta may move the rate."""
         if kl > self.kl_targ * self.tolerance:
             self.beta = min(self.beta_max, max(self.beta, self.beta_min) * self.factor)
             if self.lr_servo == "with-beta" and self.beta > 30 and self.lr_multiplier > 0.1:
@@ -713,7 +718,7 @@ class Servo:
                 self.lr_multiplier *= 1.5
 
     def adapt_rate(self, kl: float, learning_rate: float):
-        """After a pass over the batch; the rate stays between 1e-5 and 1e-2."""
+        """Adapt the learning rate after a pass over the batch, between 1e-5 and 1e-2."""
         if self.lr_servo == "with-kl" and kl > self.kl_targ * self.tolerance:
             self.lr_multiplier = max(self.lr_multiplier / 1.5, 1e-5 / learning_rate)
         elif self.lr_servo == "with-kl" and 0.0 < kl < self.kl_targ / self.tolerance:
@@ -855,11 +860,11 @@ def side_by_side(episodes: list[list]) -> np.ndarray:
 
 
 def rollout(agent: Agent, envs: Envs | WorkerEnvs, episodes: int, run: "Run | None" = None):
-    """Play whole episodes, a Rollout. As many start as are wanted, and all are played to their
+    """Play whole episodes, a Rollout. As many start as are needed, and all are played to their
     ends: taking the first that end, or cutting the last off, would favour short ones. `run` logs
     them."""
     N = len(envs.over)
-    left = episodes  # to begin
+    left = episodes  # episodes still to start
     act = agent.numpy_actor()
     actions = np.zeros(N, int) if agent.discrete else np.zeros((N, agent.outputs), np.float32)
     running = {}  # by environment
@@ -867,7 +872,7 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, episodes: int, run: "Run | No
     while len(ended) < episodes:
         if left and np.count_nonzero(envs.over):
             over = envs.over & (envs.over.cumsum() <= left)
-            envs.step(actions, over)  # begins new episodes
+            envs.step(actions, over)  # starts new episodes
             left -= int(over.sum())
             running |= {i: Episode([envs.obs[i].copy()]) for i in over.nonzero()[0].tolist()}
         going = ~envs.over
@@ -901,7 +906,7 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, episodes: int, run: "Run | No
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's folder, its logs and its counters. While this is open, the folder is its alone."""
+    """A run's folder, logs and counters. While it is open, no other process can use the folder."""
 
     def __init__(self, args: Args, checkpoint: dict):
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
@@ -919,7 +924,7 @@ class Run:
         except OSError as error:
             fail(f"no folder for the run: {error}")
         with contextlib.ExitStack() as undo:
-            undo.enter_context(self.csv)  # closed, and the folder free again, if what follows fails
+            undo.enter_context(self.csv)  # if the start fails, close it: the folder is free again
             try:
                 fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -928,7 +933,7 @@ class Run:
                 fail(f"{self.folder}: {error}")
             if not args.resume and (self.folder / "checkpoint.pt").exists():
                 fail(f"a run is there: --resume {self.folder} goes on with it")
-            # what was logged after the checkpoint goes: it will be logged again
+            # drop the rows after the checkpoint: they will be logged again
             known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
             self.csv.truncate(len(b"".join(known)))
             self.rows = max(len(known) - 1, 0)
@@ -936,11 +941,11 @@ class Run:
                 self.csv.write("global_step,seconds,return,length\n")
             self.wandb = None
             if args.track:
-                import wandb  # before the writer, which it follows
+                import wandb  # before SummaryWriter, which it patches
 
                 project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
                 more = {"config": vars(self.args), "sync_tensorboard": True}
-                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one when resumed
+                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # resumed: the same run
                 self.wandb = wandb.init(name=self.folder.name, **project, **more)
             self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
             table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
@@ -958,7 +963,7 @@ class Run:
         if self.wandb:
             self.wandb.finish()
         self.write_json(self.status)
-        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
+        if kind and self.new and self.global_step == 0:  # failed before a step: leave nothing
             shutil.rmtree(self.folder, ignore_errors=True)
         self.csv.close()
 
@@ -998,7 +1003,7 @@ class Run:
 
 
 def new_folder(args: Args) -> Path:
-    """A new folder below runs/, of this run alone: two that start in one second get two."""
+    """Make a new folder below runs/. Two runs that start in one second get two folders."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     for k in itertools.count(1):
         folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
@@ -1008,14 +1013,14 @@ def new_folder(args: Args) -> Path:
 
 
 def refuse_links(folder: Path):
-    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
+    """Exit with one line if a folder has links: through them a run would write elsewhere."""
     for path in folder.rglob("*"):
         if path.is_symlink():
             fail(f"{path} is a link: a run writes into its own folder alone")
 
 
 def save(run: Run, agent: Agent, envs):
-    """Everything needed to continue, whole or not at all: written aside, then renamed."""
+    """Save all that is needed to continue. The file is renamed when whole: it is never half."""
     run.writer.flush()
     state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
     state["optimizers"] = {k: x.state_dict()["state"] for k, x in agent.optimizers.items()}
@@ -1029,11 +1034,11 @@ def save(run: Run, agent: Agent, envs):
 
 
 def load_checkpoint(folder: Path) -> dict:
-    """What `save` wrote; runs no code, whoever wrote it."""
+    """Read what `save` wrote. No code in the file is run."""
     content = {}
     path = Path(folder) / "checkpoint.pt"
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would block
             raise FileNotFoundError(path.name)
         with zipfile.ZipFile(path) as file:
             if file.testzip():
@@ -1043,15 +1048,15 @@ def load_checkpoint(folder: Path) -> dict:
         step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
         content["counters"] = int(step), int(iteration), float(seconds), int(rows)
         content["returns"] = [float(x) for x in content.get("returns", ())]
-        content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
-        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none yet
+        content["played"] = [(int(n), np.atleast_1d(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none begun
         if not all(number >= 0 for number in numbers):
             raise ValueError(f"its counters are {numbers}")
-    except Exception as error:  # damage shows in many ways
+    except Exception as error:  # damaged files raise errors of many kinds
         maker = f", made by {content['script']}" if "script" in content else ""
         fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
     module, _, name = args.env_id.rpartition(":")
-    if module != "envpool":  # a module's code runs if the command line names it
+    if module != "envpool":  # only the command line may name a module to import
         args.env_id = name
     return content | {"args": args}
 
@@ -1067,12 +1072,13 @@ def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]
     try:
         agent.load_state_dict(checkpoint["agent"])
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        fail(f"{folder}: its agent does not fit the environment: {error}")
+        maker = checkpoint.get("script")
+        fail(f"{folder}: its agent, by {maker}, does not fit the environment: {error}")
     return agent, args
 
 
 def drawn_env(args: Args) -> gym.Env:
-    """An environment whose frames can be drawn; one clear line if they can't."""
+    """An environment that can draw its frames; exits with one line if they can't."""
     if args.env_id.startswith("envpool:"):
         fail("--capture-video: of gymnasium's environments alone, not EnvPool's")
     if sys.platform == "linux":
@@ -1095,17 +1101,17 @@ def drawn_env(args: Args) -> gym.Env:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily, then with drawn actions as in training; returns the
+    """Play the run in `args.evaluate` greedily, then with sampled actions; returns the
     greedy returns. `capture_video` records the greedy episodes into its videos/."""
     greedy = play(args, "eval")
-    drawn = play(replace(args, capture_video=False), "drawn")
-    for name, returns in (("greedy", greedy), ("drawn", drawn)):
+    sampled = play(replace(args, capture_video=False), "sampled")
+    for name, returns in (("greedy", greedy), ("sampled", sampled)):
         print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return greedy
 
 
 def play(args: Args, name: str) -> list[float]:
-    """Returns of `eval_episodes` episodes, printed under this name; those of "drawn" are drawn."""
+    """Returns of `eval_episodes` episodes, printed under this name; "sampled" is not greedy."""
     played = replace(args, seed=episode_seed(args.seed, 2**31))
     if args.capture_video:
         refuse_links(args.evaluate)
@@ -1116,12 +1122,12 @@ def play(args: Args, name: str) -> list[float]:
     else:
         envs = own_envs(played, [0], None)
     returns = []
-    bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
+    bar = tqdm(unit="step", leave=False, disable=None)  # drawing frames takes a while
     with contextlib.closing(envs), bar:
         agent, _ = load(args.evaluate, envs)
         act = agent.numpy_actor()
         while len(returns) < args.eval_episodes:
-            noise = agent.noise(1) if name == "drawn" else None
+            noise = agent.noise(1) if name == "sampled" else None
             try:
                 envs.step(act(envs.obs, noise, envs.lengths), np.ones(1, bool))
             except TimeoutError as error:
@@ -1139,7 +1145,7 @@ def finished(run: Run, envs: Envs | WorkerEnvs, args: Args) -> bool:
     if not args.num_episodes:
         return run.global_step >= args.total_timesteps
     episodes = sum(episode + 1 for episode, _ in envs.played())
-    return episodes - 5 >= args.num_episodes  # those of the first scale do not count
+    return episodes - 5 >= args.num_episodes  # the five that set the first scale do not count
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -1147,8 +1153,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """The list of the signals that have come. The first ends training after its iteration, the next
-    acts at once. Outside the main thread, which alone may handle signals, none is caught."""
+    """A list of the signals that have come. The first ends training after its iteration, the next
+    acts at once. Only the main thread can catch signals; elsewhere the list stays empty."""
     stop = []
 
     def handler(number, frame):
@@ -1176,14 +1182,14 @@ def restore(agent: Agent, checkpoint: dict, folder: Path):
         agent.replay = tuple(x.to(device) for x in checkpoint["replay"])
         if agent.replay:
             features, returns = agent.replay
-            agent.critic(features).squeeze(-1) - returns  # they fit
+            agent.critic(features).squeeze(-1) - returns  # fails if shapes differ
         agent.rng.bit_generator.state = checkpoint["rng"]
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         fail(f"{folder}: its checkpoint does not fit: {error!r}")
 
 
 def check_finite(iteration: int, values: dict):
-    """FloatingPointError that names the first value with a NaN or an infinity."""
+    """Raise FloatingPointError that names the first value with a NaN or an infinity."""
     for name, x in values.items():
         if not torch.as_tensor(x).isfinite().all():
             raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
@@ -1209,7 +1215,7 @@ def train(args: Args) -> Path:
             run.bar.write(f"{args.env_id} on {device}, in {run.folder}")
             save(run, agent, envs)
             while not finished(run, envs, args) and not stop:
-                if run.iteration == 0:  # the first scale; its 5 episodes count for nothing else
+                if run.iteration == 0:  # 5 episodes set the first scale, and serve nothing else
                     data = rollout(agent, envs, 5)
                     agent.obs_moments.update(data.obs[:-1][data.valid])
                 data = rollout(agent, envs, args.episodes_per_batch, run)
@@ -1225,10 +1231,10 @@ def train(args: Args) -> Path:
 
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
-    """Say how to go on or to play; play and record, if that is wanted."""
+    """Print how to go on or to play; save the weights and record a video, if asked to."""
     script = f"python {shlex.quote(sys.argv[0])}"
     folder = shlex.quote(str(run.folder))
-    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
+    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be named again
         folder += f" --env-id {run.args.env_id}"
     if run.status == "running":
         print(f"go on with: {script} --resume {folder}")
@@ -1244,7 +1250,7 @@ def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):  # a terminal may lack a folder's letters
+    for stream in (sys.stdout, sys.stderr):  # a terminal may not know all letters
         stream.reconfigure(errors="backslashreplace")
     args = parse_args()
     evaluate(args) if args.evaluate else train(args)

@@ -6,7 +6,7 @@
 """PPO, clipped, with a memory (LSTM or GRU), from vectors, images and choices, for any actions.
 
 Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huang et al. 2022 ("The
-37 implementation details of PPO"), each marked where it is. Every iteration:
+37 implementation details of PPO"), each marked in the code. Every iteration:
 
     1. take T steps in each of N environments with actions a ~ pi(a | s, m), choices and numbers
        alike; keep the memory's state m before the first; rewards are scaled by their returns
@@ -19,7 +19,7 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
     python ppo_lstm.py --env-id CarRacing-v3         # --resume runs/RUN goes on
     python ppo_lstm.py --env-id minigrid:MiniGrid-MemoryS7-v0 --num-envs 16 --memory gru
     python ppo_lstm.py --env-id popgym:popgym-RepeatPreviousEasy-v0 --previous-action
-    python ppo_lstm.py --evaluate runs/RUN           # plays greedily, and with drawn actions
+    python ppo_lstm.py --evaluate runs/RUN           # plays greedily, then samples actions
 
 `diff ppo_pixels.py ppo_lstm.py` shows the memory and little else. --num-steps has to reach from a
 cue to its use. Expect 500 on CartPole without velocities after 100,000 steps (greedy). Flags and
@@ -81,7 +81,7 @@ class Args:
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
     run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: Path | None = None  # continue the run in this folder with its own arguments
-    evaluate: Path | None = None  # play the run in this folder, greedily and with drawn actions
+    evaluate: Path | None = None  # play the run in this folder, greedily and with sampled actions
     eval_episodes: int = 10  # episodes of an evaluation, greedy and sampled
     checkpoint_interval: int = 20  # iterations between checkpoints
 
@@ -96,7 +96,7 @@ class Args:
     action_repeat: int = 0  # steps an action is held; 0: 4 for ALE/..., or else 1
 
     # Algorithm
-    encoder: Literal["auto", "nature", "impala", "small"] = "auto"  # of images; auto: by size
+    encoder: Literal["auto", "nature", "impala", "small"] = "auto"  # of images; auto: by their size
     memory: Literal["lstm", "gru", "none"] = "lstm"  # memory between these layers and the heads
     memory_size: int = 128  # units of the memory
     memory_span: int = 1  # new units forget after 1 to this many steps; raise it for long delays
@@ -126,7 +126,7 @@ class Args:
     num_iterations: int = 0  # computed: total_timesteps // batch_size
 
     def __post_init__(self):
-        """Compute what is computed; a ValueError, which tyro shows, for what can't be meant."""
+        """Compute the last fields; raise ValueError, which tyro shows, for wrong arguments."""
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
@@ -145,16 +145,16 @@ class Args:
         }
         check(self, low, high)
         if self.resize and not re.fullmatch(r"\d+x\d+", self.resize):
-            raise ValueError(f"--resize {self.resize}: height and width are wanted, as 60x80")
+            raise ValueError(f"--resize {self.resize}: height and width are needed, as 60x80")
 
 
 def check(args, low: dict, high: dict):
-    """ValueError for a value of another type than its field's, for a number out of bounds (by
-    default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
+    """Raise ValueError for a value of a wrong type, for a number out of its bounds (by default 1
+    to 1e18, for fractions 0 to 1e18) and for flags that exclude each other."""
     for name, hint in get_type_hints(type(args)).items():
         flag = f"--{name.replace('_', '-')}"
         value = getattr(args, name)
-        kinds = get_args(hint) or (hint,)  # types or, of a Literal, its values
+        kinds = get_args(hint) or (hint,)  # types, or the values of a Literal
         types = tuple(kind for kind in kinds if isinstance(kind, type))
         whole = float in kinds and isinstance(value, int)
         if not (isinstance(value, types) or value in kinds or whole):
@@ -165,7 +165,7 @@ def check(args, low: dict, high: dict):
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
-        raise ValueError("--exp-name '': a name is wanted")
+        raise ValueError("--exp-name '': a name is needed")
     try:
         dict(**json.loads(args.env_kwargs))
     except (TypeError, ValueError, RecursionError) as error:
@@ -174,8 +174,11 @@ def check(args, low: dict, high: dict):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
+KEPT = ("num_envs", "log_std_init")  # flags that a resumed run can't change
+
+
 def parse_args(argv: list[str] | None = None) -> Args:
-    """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
+    """The command line as Args. With --resume or --evaluate the defaults are that run's."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
@@ -185,11 +188,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
     folder, _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
     saved = load_checkpoint(folder)["args"] if folder else Args()
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
-    if args.resume and args.num_envs != saved.num_envs:
-        fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
+    for name in KEPT:
+        if args.resume and getattr(args, name) != getattr(saved, name):
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            fail(f"{flag}: {args.resume} goes on with its {getattr(saved, name)}")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track: wandb is not installed: pip install wandb")
-    if args.capture_video:  # what is missing is better known before training
+    if args.capture_video:  # find out before training what is missing
         if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
             fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
         drawn_env(args).close()
@@ -197,14 +202,14 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def fail(message: str):
-    """One line on standard error, exit code 2."""
+    """Print one line to standard error and exit with code 2."""
     print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
 # --- environments ---------------------------------------------------------------------------------
 def parts(space: gym.Space, path: tuple = ()) -> list[tuple[tuple, gym.Space]]:
-    """What nested Dicts and Tuples are made of: (keys that lead there, space), in their order."""
+    """The spaces inside nested Dicts and Tuples, in order: (keys that lead there, space)."""
     if isinstance(space, gym.spaces.Dict):
         items = space.spaces.items()
     elif isinstance(space, gym.spaces.Tuple):
@@ -227,10 +232,10 @@ CHOICES = gym.spaces.Discrete | gym.spaces.MultiDiscrete | gym.spaces.MultiBinar
 class Leaf(NamedTuple):
     """A part of an observation that is learned from."""
 
-    path: tuple  # of keys, from the whole observation to this part
+    path: tuple  # keys that lead from the observation to this part
     space: gym.Space
     kind: str  # "image"; "codes", an image below 16 x 16; "vector"; "choices"
-    channels: tuple = ()  # an image's axes that are no rows and no columns
+    channels: tuple = ()  # an image's axes other than rows and columns
     size: tuple | None = None  # rows and columns that an image is scaled to
 
 
@@ -378,7 +383,7 @@ class Actions:
 
 
 def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
-    """One clear line if the spaces are none that this script learns with."""
+    """Exit with one line if this script can't learn with these spaces."""
     try:
         Reader(space, Args()), Actions(actions)
     except ValueError as error:
@@ -398,9 +403,9 @@ def with_tuples(options):
 
 
 def make_env(env_id: str, **options) -> gym.Env:
-    """An environment of gymnasium or EnvPool; one clear line if there is no such thing."""
-    gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
-    if sys.platform == "linux" and not os.environ.get("DISPLAY"):  # what draws needs no display
+    """An environment of gymnasium or EnvPool; exits with one line if it can't be made."""
+    gym.logger.min_level = gym.logger.ERROR  # no warning that v4 ids are old
+    if sys.platform == "linux" and not os.environ.get("DISPLAY"):  # draw without a display
         for name, value in {"PYGLET_HEADLESS": "1", "SDL_VIDEODRIVER": "dummy"}.items():
             os.environ.setdefault(name, value)
     module = {"ALE": "ale_py:", "dm_control": "shimmy:"}.get(env_id.split("/")[0], "")
@@ -462,7 +467,7 @@ def episode_seed(*key: int) -> int:
 
 
 def seed_others(seed: int):
-    """Seed what only careless environments draw from; all others have their own `np_random`."""
+    """Seed the global generators. Most environments have their own, `np_random`, a few do not."""
     random.seed(seed)
     np.random.seed(seed)
 
@@ -483,11 +488,11 @@ class Envs:
         self.action_space = envs[0].action_space
         self.reader = Reader(self.observation_space, args)
         self.translate = Actions(self.action_space)
-        self.episodes = [-1] * len(envs)  # how many each environment has ended
+        self.episodes = [-1] * len(envs)  # the number of each environment's running episode
         self.actions = [[] for _ in envs]  # of the running episodes
         self.rewards = [[] for _ in envs]
         self.over = np.zeros(len(envs), bool)  # [N], the last step ended an episode
-        self.discounted = np.zeros(len(envs))  # [N], the return so far, seen from now
+        self.discounted = np.zeros(len(envs))  # [N], discounted sum of the rewards so far
         self.ended = []  # (environment, return, length) of each episode that the last step ended
         for i, (episode, _) in enumerate(played or ()):
             self.episodes[i] = episode - 1
@@ -495,10 +500,12 @@ class Envs:
         self.obs = [np.stack(leaf) for leaf in zip(*first, strict=True)]  # of each leaf [N, ...]
         for i, (_, actions) in enumerate(played or ()):
             for action in actions:
+                if action.shape != self.translate.low.shape:
+                    fail(f"{args.resume}: {action}, played before, is not in {self.action_space}")
                 self.play(i, action)
 
     def reset(self, i: int) -> list[np.ndarray]:
-        """Begin the next episode of an environment; its first observation, an array a leaf."""
+        """Begin the next episode of an environment; gives its first observation, by leaf."""
         self.episodes[i] += 1
         self.actions[i] = []
         self.rewards[i] = []
@@ -509,7 +516,7 @@ class Envs:
         return self.look(*self.envs[i].reset(seed=seed))
 
     def look(self, obs, info: dict, before: list | None = None) -> list[np.ndarray]:
-        """An observation, an array a leaf; behind them its mask of valid choices [F], if any."""
+        """An observation, an array for each leaf, then its mask of valid choices [F], if any."""
         mask = info.get("action_mask", info.get("legal_action_mask"))
         if isinstance(obs, dict):
             mask = obs.get("action_mask", mask)
@@ -519,7 +526,7 @@ class Envs:
         return found
 
     def show(self, i: int, leaves: list[np.ndarray]):
-        """Put the observation of an environment among those of all."""
+        """Store an environment's observation in the arrays of all."""
         for all_of, one in zip(self.obs, leaves, strict=True):
             all_of[i] = one
 
@@ -535,14 +542,14 @@ class Envs:
             try:
                 total += np.asarray(reward).item()
                 self.over[i] = terminated or truncated
-            except ValueError:  # several numbers
+            except ValueError:  # an array instead of one number
                 what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
-                hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
+                hint = "one of each is needed (several rewards: a wrapper that weighs them)"
                 raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
             if self.over[i]:
                 break
         if before is not None and is_atari(self.args.env_id):
-            frame = np.maximum(before, frame)  # some things are drawn in every second image only
+            frame = np.maximum(before, frame)  # some objects are drawn only in every second image
         self.show(i, self.look(frame, info, [x[i] for x in self.obs]))
         self.actions[i].append(action)
         self.rewards[i].append(total)
@@ -570,7 +577,7 @@ class Envs:
         return {"obs": self.obs, "over": self.over, "discounted": self.discounted}
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """What plays the running episodes again: their numbers and actions so far, [t, F]."""
+        """What replays the running episodes: their numbers and actions so far, [t, F]."""
         return [(n, np.array(x)) for n, x in zip(self.episodes, self.actions, strict=True)]
 
     def close(self):
@@ -579,12 +586,12 @@ class Envs:
 
 
 def work(pipe, args: Args, numbers: list[int], played: list | None):
-    """A worker process: some of the environments, stepped as its pipe tells, until that ends."""
-    for number in SIGNALS:  # the run decides when to stop
+    """A worker process: it does what its pipe says with its environments, until the pipe ends."""
+    for number in SIGNALS:  # the main process decides when to stop
         signal.signal(number, signal.SIG_IGN)
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):  # one worker prints what all would
+        with contextlib.redirect_stderr(said):  # all would print the same warnings
             envs = own_envs(args, numbers, played)
         if 0 in numbers:
             sys.stderr.write(said.getvalue())
@@ -596,16 +603,16 @@ def work(pipe, args: Args, numbers: list[int], played: list | None):
                 result = getattr(envs, method)(*given)
     except BaseException as error:
         told = isinstance(error, SystemExit) and said.getvalue()
-        with contextlib.suppress(OSError):  # the run may be over
+        with contextlib.suppress(OSError):  # the main process may be gone
             pipe.send(SystemExit(told) if told else RuntimeError(traceback.format_exc()))
 
 
 class WorkerEnvs:
-    """The same in processes, each with its share of the environments; the same bits."""
+    """Like Envs, with the environments in worker processes. The results are the same bits."""
 
     def __init__(self, args: Args, played: list | None):
         self.workers = []
-        atexit.register(self.close)  # else the interpreter would wait for them
+        atexit.register(self.close)  # or the interpreter would wait for the workers
         context = multiprocessing.get_context("spawn")
         for numbers in np.array_split(range(args.num_envs), args.env_workers):
             ours, theirs = context.Pipe()
@@ -617,7 +624,7 @@ class WorkerEnvs:
         self.observation_space, self.action_space = self.receive()[0]
 
     def receive(self) -> list:
-        """What each worker answers; their states are joined to this one's."""
+        """What each worker answers. The observations of all become this object's."""
         replies = []
         for process, pipe, _ in self.workers:
             try:
@@ -626,7 +633,7 @@ class WorkerEnvs:
                 process.join(1)
                 why = f"a process of --env-workers was killed (exit code {process.exitcode})"
                 replies.append(RuntimeError(f"{why}: not enough memory?"))
-            if isinstance(replies[-1], SystemExit):  # refused, in one line
+            if isinstance(replies[-1], SystemExit):  # the worker exited with a message
                 self.close()
                 sys.stderr.write(str(replies[-1]))
                 raise SystemExit(2)
@@ -642,7 +649,7 @@ class WorkerEnvs:
         return results
 
     def call(self, method: str, *rows: np.ndarray) -> list:
-        """What a method of `Envs` gives in each worker, with its share of the rows [N, ...]."""
+        """Call a method of `Envs` in each worker, with its share of the rows [N, ...]."""
         for _, pipe, share in self.workers:
             with contextlib.suppress(BrokenPipeError):  # `receive` says why
                 pipe.send((method, *[each[share] for each in rows]))
@@ -653,7 +660,7 @@ class WorkerEnvs:
         return [np.concatenate(parts) for parts in zip(*self.call("step", *rows), strict=True)]
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """`Envs.played` of all."""
+        """`Envs.played` of all workers."""
         return [*itertools.chain(*self.call("played"))]
 
     def close(self):
@@ -661,7 +668,7 @@ class WorkerEnvs:
             pipe.close()
         for process, _, _ in self.workers:
             process.join(5)
-            process.kill()  # if an environment does not end
+            process.kill()  # if an environment hangs
         self.workers = []
 
 
@@ -677,6 +684,8 @@ def own_envs(args: Args, numbers, played: list | None) -> Envs:
 def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
     """Environments of the kind that the arguments name, as the checkpoint left them."""
     played = checkpoint["played"] if checkpoint else None
+    if checkpoint and len(played) != num_envs:
+        fail(f"{args.resume}: its checkpoint is of {len(played)} environments, not {num_envs}")
     if args.env_workers and num_envs > 1:
         return WorkerEnvs(args, played)
     return own_envs(args, range(num_envs), played)
@@ -706,7 +715,7 @@ class RunningMoments(nn.Module):
 
 
 def layer_init(layer: nn.Linear, gain: float = math.sqrt(2)) -> nn.Linear:
-    """Orthogonal weights, no bias (detail 2)."""
+    """Orthogonal weights, biases 0 (detail 2)."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -821,7 +830,7 @@ class Agent(nn.Module):
     """Policy and value function for environments with the spaces of `env`.
 
     Observations are lists of arrays or tensors [B, ...], one for each leaf, as `Envs.obs` and
-    `observe` give them, perhaps with a mask [B, F] behind; actions are vectors [B, F] of `Actions`.
+    `observe` give them, perhaps followed by a mask [B, F]; actions are vectors [B, F] of `Actions`.
     The state of N environments is a tensor [N, S], zeros where nothing was seen. To learn, a batch
     is T rows of each, B = T * N; `first` [T, N], on the CPU, says which are an episode's first.
     """
@@ -849,7 +858,7 @@ class Agent(nn.Module):
         self.actor_logstd = nn.Parameter(torch.full((int(number.sum()),), self.args.log_std_init))
         low = torch.tensor(self.translate.low)
         high = torch.tensor(self.translate.high)
-        scaled = number & (high > low) & (torch.maximum(-low, high) <= 1e6)  # or else as they are
+        scaled = number & (high > low) & (torch.maximum(-low, high) <= 1e6)  # others are not scaled
         self.register_buffer("number", number)
         self.register_buffer("origin", ((low + high) / 2).where(scaled, 0.0).float())
         self.register_buffer("unit", ((high - low) / 2).where(scaled, 1.0).float())
@@ -926,7 +935,7 @@ class Agent(nn.Module):
         too. With it there are T rows, of which --previous-action wants the actions."""
         hidden, value_hidden, after = self.recall(obs, state, first, action)
         scores = self.actor(hidden)
-        if len(obs) > len(self.reader.leaves):  # behind the leaves is the mask of valid choices
+        if len(obs) > len(self.reader.leaves):  # the mask of valid choices follows the leaves
             scores = scores.where(obs[-1], -1e8)
         parts = [x if box else x.log_softmax(dim=-1) for x, (_, box) in self.blocks(scores)]
         return torch.cat(parts, dim=-1), self.critic(value_hidden).squeeze(-1), after
@@ -1050,8 +1059,8 @@ class Rollout(NamedTuple):
     rewards: np.ndarray  # [T, N], scaled
     terminated: np.ndarray  # [T, N]
     truncated: np.ndarray  # [T, N]
-    valid: np.ndarray  # [T, N], False in the row after an episode's end: there its action was
-    # ignored and the reward is none, but its observation is the episode's true last one
+    valid: np.ndarray  # [T, N], False in the row after an episode's end, whose action was ignored
+    # and whose reward is 0; its observation is the episode's true last one
 
 
 class Batch(NamedTuple):
@@ -1067,8 +1076,7 @@ class Batch(NamedTuple):
 
 
 def ppo_loss(agent: Agent, args: Args, batch: Batch):
-    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch, and what is logged of
-    it."""
+    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch, and its metrics."""
     # states, too, as the parameters now make them (LSTM detail 5)
     _, *outputs, _ = agent(batch.obs, batch.state, batch.first, batch.actions)
     logprob, entropy, value = (x[batch.rows] for x in outputs)
@@ -1088,7 +1096,7 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch):
         error = torch.max(error, (batch.values + change - batch.returns).square())
     value_loss = 0.5 * error.mean()
 
-    # entropy bonuses encourage exploration (detail 10)
+    # entropy bonuses keep the policy exploring (detail 10)
     entropy = entropy.mean()
     of_boxes = agent.box_entropy()
     bonus = args.ent_coef * (entropy - of_boxes) + args.box_ent_coef * of_boxes
@@ -1118,7 +1126,7 @@ def judge(agent: Agent, data: Rollout, size: int) -> tuple[torch.Tensor, torch.T
 def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, args: Args):
     """One iteration of learning from a rollout; returns the metrics, averaged over minibatches."""
     first = iteration == 0
-    if first:  # later observations are scaled for learning as they were for acting
+    if first:  # later, the scale changes after learning: acting and learning share it
         agent.update_moments(data)
     logprobs, values = judge(agent, data, math.ceil(args.num_envs / args.num_minibatches))
     numbers = data.rewards, values.cpu().double().numpy(), data.terminated, data.truncated
@@ -1135,7 +1143,7 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
         # every environment once an epoch, with all its rows (detail 6, LSTM detail 4)
         for which in np.array_split(rng.permutation(args.num_envs), args.num_minibatches):
             rows = torch.as_tensor(np.flatnonzero(data.valid[:, which]), device=values.device)
-            if len(rows) < 2:  # advantages of fewer can't be normalized
+            if len(rows) < 2:  # fewer than two advantages can't be normalized
                 continue
             obs = [x[:, which].flatten(0, 1) for x in shown]
             inputs = data.first[:-1, which], obs, data.actions[:, which].flatten(0, 1)
@@ -1158,8 +1166,8 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
         agent.update_moments(data)
     means = torch.stack(steps).mean(dim=0).tolist()
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
-    error = advantages[data.valid].var()  # of R - V
-    scale = returns[data.valid].var()  # of R
+    error = advantages[data.valid].var()  # variance of R - V
+    scale = returns[data.valid].var()  # variance of R
     metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
     if agent.number.any():
         metrics["charts/policy_std"] = agent.actor_logstd.exp().mean().item()
@@ -1209,7 +1217,7 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, state: torch.Tensor, run: "Ru
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's folder, its logs and its counters. While this is open, the folder is its alone."""
+    """A run's folder, logs and counters. While it is open, no other process can use the folder."""
 
     def __init__(self, args: Args, checkpoint: dict):
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
@@ -1227,7 +1235,7 @@ class Run:
         except OSError as error:
             fail(f"no folder for the run: {error}")
         with contextlib.ExitStack() as undo:
-            undo.enter_context(self.csv)  # closed, and the folder free again, if what follows fails
+            undo.enter_context(self.csv)  # if the start fails, close it: the folder is free again
             try:
                 fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -1236,7 +1244,7 @@ class Run:
                 fail(f"{self.folder}: {error}")
             if not args.resume and (self.folder / "checkpoint.pt").exists():
                 fail(f"a run is there: --resume {self.folder} goes on with it")
-            # what was logged after the checkpoint goes: it will be logged again
+            # drop the rows after the checkpoint: they will be logged again
             known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
             self.csv.truncate(len(b"".join(known)))
             self.rows = max(len(known) - 1, 0)
@@ -1244,11 +1252,11 @@ class Run:
                 self.csv.write("global_step,seconds,return,length\n")
             self.wandb = None
             if args.track:
-                import wandb  # before the writer, which it follows
+                import wandb  # before SummaryWriter, which it patches
 
                 project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
                 more = {"config": vars(self.args), "sync_tensorboard": True}
-                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one when resumed
+                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # resumed: the same run
                 self.wandb = wandb.init(name=self.folder.name, **project, **more)
             self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
             table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
@@ -1266,7 +1274,7 @@ class Run:
         if self.wandb:
             self.wandb.finish()
         self.write_json(self.status)
-        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
+        if kind and self.new and self.global_step == 0:  # failed before a step: leave nothing
             shutil.rmtree(self.folder, ignore_errors=True)
         self.csv.close()
 
@@ -1306,7 +1314,7 @@ class Run:
 
 
 def new_folder(args: Args) -> Path:
-    """A new folder below runs/, of this run alone: two that start in one second get two."""
+    """Make a new folder below runs/. Two runs that start in one second get two folders."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     for k in itertools.count(1):
         folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
@@ -1316,14 +1324,14 @@ def new_folder(args: Args) -> Path:
 
 
 def refuse_links(folder: Path):
-    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
+    """Exit with one line if a folder has links: through them a run would write elsewhere."""
     for path in folder.rglob("*"):
         if path.is_symlink():
             fail(f"{path} is a link: a run writes into its own folder alone")
 
 
 def save(run: Run, agent: Agent, envs, memory: torch.Tensor):
-    """Everything needed to continue, whole or not at all: written aside, then renamed."""
+    """Save all that is needed to continue. The file is renamed when whole: it is never half."""
     run.writer.flush()
     state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
     state |= {"adam": agent.adam.state_dict(), "names": agent.reader.names(), "memory": memory}
@@ -1335,11 +1343,11 @@ def save(run: Run, agent: Agent, envs, memory: torch.Tensor):
 
 
 def load_checkpoint(folder: Path) -> dict:
-    """What `save` wrote; runs no code, whoever wrote it."""
+    """Read what `save` wrote. No code in the file is run."""
     content = {}
     path = Path(folder) / "checkpoint.pt"
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would block
             raise FileNotFoundError(path.name)
         with zipfile.ZipFile(path) as file:
             if file.testzip():
@@ -1349,15 +1357,15 @@ def load_checkpoint(folder: Path) -> dict:
         step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
         content["counters"] = int(step), int(iteration), float(seconds), int(rows)
         content["returns"] = [float(x) for x in content.get("returns", ())]
-        content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
-        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none yet
+        content["played"] = [(int(n), np.atleast_1d(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none begun
         if not all(number >= 0 for number in numbers):
             raise ValueError(f"its counters are {numbers}")
-    except Exception as error:  # damage shows in many ways
+    except Exception as error:  # damaged files raise errors of many kinds
         maker = f", made by {content['script']}" if "script" in content else ""
         fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
     module, _, name = args.env_id.rpartition(":")
-    if module != "envpool":  # a module's code runs if the command line names it
+    if module != "envpool":  # only the command line may name a module to import
         args.env_id = name
     return content | {"args": args}
 
@@ -1378,12 +1386,15 @@ def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]
     try:
         agent.load_state_dict(checkpoint["agent"])
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        fail(f"{folder}: its agent does not fit the environment and the flags: {error}")
+        maker = checkpoint.get("script")
+        fail(
+            f"{folder}: its agent, by {maker}, does not fit the environment and the flags: {error}"
+        )
     return agent, args
 
 
 def drawn_env(args: Args) -> gym.Env:
-    """An environment whose frames can be drawn; one clear line if they can't."""
+    """An environment that can draw its frames; exits with one line if they can't."""
     if args.env_id.startswith("envpool:"):
         fail("--capture-video: of gymnasium's environments alone, not EnvPool's")
     if sys.platform == "linux":
@@ -1406,19 +1417,19 @@ def drawn_env(args: Args) -> gym.Env:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily, then with drawn actions as in training; returns the
+    """Play the run in `args.evaluate` greedily, then with sampled actions; returns the
     greedy returns. `capture_video` records it into its videos/."""
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
     greedy = play(args, "eval")
-    drawn = play(args, "drawn")
-    for name, returns in (("greedy", greedy), ("drawn", drawn)):
+    sampled = play(args, "sampled")
+    for name, returns in (("greedy", greedy), ("sampled", sampled)):
         print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return greedy
 
 
 @torch.no_grad()
 def play(args: Args, name: str) -> list[float]:
-    """Returns of `eval_episodes` episodes, printed under this name; those of "drawn" are drawn."""
+    """Returns of `eval_episodes` episodes, printed under this name; "sampled" is not greedy."""
     played = replace(args, seed=episode_seed(args.seed, 2**31))
     if args.capture_video:
         refuse_links(args.evaluate)
@@ -1431,13 +1442,13 @@ def play(args: Args, name: str) -> list[float]:
         envs = make_envs(played, 1)
     returns = []
     steps = 0
-    bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
+    bar = tqdm(unit="step", leave=False, disable=None)  # drawing frames takes a while
     with contextlib.closing(envs), bar:
         agent, _ = load(args.evaluate, envs)
         rng = np.random.default_rng(played.seed)
         state = agent.initial_state(1)
         while len(returns) < args.eval_episodes:
-            noise = agent.noise(rng, 1) if name == "drawn" else None
+            noise = agent.noise(rng, 1) if name == "sampled" else None
             action, state = agent.step(as_tensors(envs.obs, agent.unit.device), state, noise)
             state[envs.over] = 0.0  # as in training
             envs.step(action.numpy())
@@ -1471,8 +1482,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """The list of the signals that have come. The first ends training after its iteration, the next
-    acts at once. Outside the main thread, which alone may handle signals, none is caught."""
+    """A list of the signals that have come. The first ends training after its iteration, the next
+    acts at once. Only the main thread can catch signals; elsewhere the list stays empty."""
     stop = []
 
     def handler(number, frame):
@@ -1490,7 +1501,7 @@ def stop_signals():
 
 
 def describe(agent: Agent, envs: Envs | WorkerEnvs, args: Args) -> list[str]:
-    """What is learned from, and the memory that it takes; one clear line if there is less."""
+    """What is learned from, and its memory; exits with one line if there is too little."""
     size = (args.num_steps + 1) * sum(x.nbytes for x in envs.obs)
     if size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
         fail(f"{size / 1e9:.0f} GB a rollout: less --num-steps, --num-envs or --resize")
@@ -1509,14 +1520,14 @@ def restore(agent: Agent, memory: torch.Tensor, checkpoint: dict, folder: Path):
             for name in ("exp_avg", "exp_avg_sq"):
                 if state[name].shape != parameter.shape:
                     raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
-                state[name] = torch.empty_like(parameter).copy_(state[name])  # in its layout
+                state[name] = torch.empty_like(parameter).copy_(state[name])  # in the same layout
         memory.copy_(checkpoint["memory"])
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         fail(f"{folder}: its checkpoint does not fit: {error!r}")
 
 
 def check_finite(iteration: int, values: dict):
-    """FloatingPointError that names the first value with a NaN or an infinity."""
+    """Raise FloatingPointError that names the first value with a NaN or an infinity."""
     for name, x in values.items():
         if not torch.as_tensor(x).isfinite().all():
             raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
@@ -1564,10 +1575,10 @@ def train(args: Args) -> Path:
 
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
-    """Say how to go on or to play; play and record, if that is wanted."""
+    """Print how to go on or to play; save the weights and record a video, if asked to."""
     script = f"python {shlex.quote(sys.argv[0])}"
     folder = shlex.quote(str(run.folder))
-    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
+    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be named again
         folder += f" --env-id {run.args.env_id}"
     if run.status == "running":
         print(f"go on with: {script} --resume {folder}")
@@ -1583,7 +1594,7 @@ def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):  # a terminal may lack a folder's letters
+    for stream in (sys.stdout, sys.stderr):  # a terminal may not know all letters
         stream.reconfigure(errors="backslashreplace")
     args = parse_args()
     evaluate(args) if args.evaluate else train(args)

@@ -6,7 +6,7 @@
 """PPO, clipped, for several agents with shared parameters (PettingZoo), in one file.
 
 Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huang et al. 2022 ("The
-37 implementation details of PPO"), each marked where it is. One network plays every agent, from the
+37 implementation details of PPO"), each marked in the code. One network plays every agent, from the
 agent's own observation and number (IPPO: de Witt et al. 2020). Every iteration:
 
     1. take T steps in each of N environments of A agents with actions a ~ pi(a | o)
@@ -121,7 +121,7 @@ class Args:
     num_iterations: int = 0  # computed: total_timesteps // batch_size
 
     def __post_init__(self):
-        """Compute what is computed; a ValueError, which tyro shows, for what can't be meant."""
+        """Compute the last fields; raise ValueError, which tyro shows, for wrong arguments."""
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
@@ -138,12 +138,12 @@ class Args:
 
 
 def check(args, low: dict, high: dict):
-    """ValueError for a value of another type than its field's, for a number out of bounds (by
-    default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
+    """Raise ValueError for a value of a wrong type, for a number out of its bounds (by default 1
+    to 1e18, for fractions 0 to 1e18) and for flags that exclude each other."""
     for name, hint in get_type_hints(type(args)).items():
         flag = f"--{name.replace('_', '-')}"
         value = getattr(args, name)
-        kinds = get_args(hint) or (hint,)  # types or, of a Literal, its values
+        kinds = get_args(hint) or (hint,)  # types, or the values of a Literal
         types = tuple(kind for kind in kinds if isinstance(kind, type))
         whole = float in kinds and isinstance(value, int)
         if not (isinstance(value, types) or value in kinds or whole):
@@ -154,7 +154,7 @@ def check(args, low: dict, high: dict):
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
-        raise ValueError("--exp-name '': a name is wanted")
+        raise ValueError("--exp-name '': a name is needed")
     try:
         dict(**json.loads(args.env_kwargs))
     except (TypeError, ValueError, RecursionError) as error:
@@ -163,8 +163,11 @@ def check(args, low: dict, high: dict):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
+KEPT = ("num_envs", "log_std_init")  # flags that a resumed run can't change
+
+
 def parse_args(argv: list[str] | None = None) -> Args:
-    """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
+    """The command line as Args. With --resume or --evaluate the defaults are that run's."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
@@ -174,11 +177,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
     folder, _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
     saved = load_checkpoint(folder)["args"] if folder else Args()
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
-    if args.resume and args.num_envs != saved.num_envs:
-        fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
+    for name in KEPT:
+        if args.resume and getattr(args, name) != getattr(saved, name):
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            fail(f"{flag}: {args.resume} goes on with its {getattr(saved, name)}")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track: wandb is not installed: pip install wandb")
-    if args.capture_video:  # what is missing is better known before training
+    if args.capture_video:  # find out before training what is missing
         if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
             fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
         drawn_env(args).close()
@@ -186,7 +191,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def fail(message: str):
-    """One line on standard error, exit code 2."""
+    """Print one line to standard error and exit with code 2."""
     print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -210,7 +215,7 @@ class Gymnasium:
         self.action_space = self.each(self.env.action_space).get
 
     def each(self, values) -> dict:
-        """What is given for the agents in turn, by their names."""
+        """A dict by the agents' names of what is given for them in turn."""
         values = values if self.several else [values]
         return dict(zip(self.possible_agents, values, strict=True))
 
@@ -262,9 +267,9 @@ def find_maker(env_id: str):
 
 def make_env(env_id: str, **options):
     """An environment as PettingZoo's parallel ones, to which turn-based ones (AEC) are converted;
-    one clear line if there is no such thing."""
+    exits with one line if it can't be made."""
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame needs no display
-    gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
+    gym.logger.min_level = gym.logger.ERROR  # no warning that v4 ids are old
     try:
         make = find_maker(env_id)
         env = make(**options)
@@ -305,12 +310,12 @@ class Roles:
             if "action_mask" in getattr(space, "spaces", ()):
                 space = space["observation"]
             if isinstance(space, gym.spaces.Dict) or not space.is_np_flattenable:
-                fail(f"{said} a vector is wanted, or a Dict of observation and action_mask")
+                fail(f"{said} a vector is needed, or a Dict of observation and action_mask")
             if gym.spaces.flatdim(space) > 20_000:
                 fail(f"{said} above 20,000 numbers; shrink them in your own module:function")
             real = isinstance(actions, Box) and actions.dtype.kind == "f"
             if not real and not isinstance(actions, Discrete | MultiDiscrete | MultiBinary):
-                fail(f"{said} choices are wanted, or a Box of real numbers")
+                fail(f"{said} choices are needed, or a Box of real numbers")
             self.seen.append(space)
         kinds = {isinstance(space, Box) for space in self.actions}
         self.boxes = kinds == {True}
@@ -325,9 +330,11 @@ class Roles:
         self.choices = np.max(sizes, axis=0).tolist()  # of each branch; C in all
         has = [[np.arange(n) < k for n, k in zip(self.choices, own, strict=True)] for own in sizes]
         self.has = np.array([np.hstack(parts) for parts in has])  # [A, C]
+        width = self.choices[0] if self.boxes else len(self.choices)
+        self.shape = len(self.names), width  # of everyone's actions, A and B
         count = len(self.names)
         self.ids = np.eye(count)[:, : count if args.agent_id and count > 1 else 0]  # one-hot
-        # where in a row numbers end, and masks
+        # where in a row the numbers end, and where the masks
         self.mask = self.dim + self.ids.shape[1]
         self.there = self.mask + self.has.shape[1]
 
@@ -368,7 +375,7 @@ def episode_seed(*key: int) -> int:
 
 
 def seed_others(seed: int):
-    """Seed what only careless environments draw from; all others have their own `np_random`."""
+    """Seed the global generators. Most environments have their own, `np_random`, a few do not."""
     random.seed(seed)
     np.random.seed(seed)
 
@@ -394,7 +401,7 @@ class Envs:
         self.action_space = gym.spaces.Dict(OrderedDict(does))
         self.roles = Roles(self.observation_space, self.action_space, args)
         self.turns = isinstance(envs[0], turn_based_aec_to_parallel_wrapper)
-        self.episodes = [-1] * len(envs)  # how many each environment has ended
+        self.episodes = [-1] * len(envs)  # the number of each environment's running episode
         self.actions = [[] for _ in envs]  # of the running episodes
         self.over = np.zeros(len(envs), bool)  # [N], the last step ended an episode
         self.returns = np.zeros((len(envs), len(does)))
@@ -405,10 +412,12 @@ class Envs:
         self.obs = np.stack([self.reset(i) for i in range(len(envs))])
         for i, (_, actions) in enumerate(played or ()):
             for action in actions:
+                if action.shape != self.roles.shape:
+                    fail(f"{args.resume}: {action}, played before, is not in {self.action_space}")
                 self.play(i, action)
 
     def reset(self, i: int) -> np.ndarray:
-        """Begin the next episode of an environment; its first rows [A, W]."""
+        """Begin the next episode of an environment; gives its first rows [A, W]."""
         self.episodes[i] += 1
         self.actions[i] = []
         self.over[i] = False
@@ -474,12 +483,12 @@ class Envs:
         living = set() if limit else set(env.agents) - gone
         self.over[i] = not living
         self.deaths[i] += 0 if self.over[i] else np.count_nonzero(dies)
-        dead = {name for k, name in enumerate(names) if dies[k]}  # of whom nothing is seen
+        dead = {name for k, name in enumerate(names) if dies[k]}  # their observations are not used
         seen = {name: x for name, x in observations.items() if name not in dead}
         self.obs[i] = self.rows(i, seen, infos, living)
         rewards = np.array([np.asarray(rewards.get(name, 0.0)).item() for name in names])
         self.returns[i] += rewards
-        if args.team_reward:  # one reward for all, and one end
+        if args.team_reward:  # all get one reward, and one end
             rewards = np.full(len(names), rewards.sum())
             cut = (stops & ~dies).any()
             dies = np.full(len(names), self.over[i] and not cut)
@@ -507,7 +516,7 @@ class Envs:
         return {"obs": self.obs, "over": self.over}
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """What plays the running episodes again: their numbers and actions so far."""
+        """What replays the running episodes: their numbers and actions so far."""
         return [(n, np.array(x)) for n, x in zip(self.episodes, self.actions, strict=True)]
 
     def close(self):
@@ -516,12 +525,12 @@ class Envs:
 
 
 def work(pipe, args: Args, numbers: list[int], played: list | None):
-    """A worker process: some of the environments, stepped as its pipe tells, until that ends."""
-    for number in SIGNALS:  # the run decides when to stop
+    """A worker process: it does what its pipe says with its environments, until the pipe ends."""
+    for number in SIGNALS:  # the main process decides when to stop
         signal.signal(number, signal.SIG_IGN)
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):  # one worker prints what all would
+        with contextlib.redirect_stderr(said):  # all would print the same warnings
             envs = own_envs(args, numbers, played)
         if 0 in numbers:
             sys.stderr.write(said.getvalue())
@@ -533,16 +542,16 @@ def work(pipe, args: Args, numbers: list[int], played: list | None):
                 result = getattr(envs, method)(*given)
     except BaseException as error:
         told = isinstance(error, SystemExit) and said.getvalue()
-        with contextlib.suppress(OSError):  # the run may be over
+        with contextlib.suppress(OSError):  # the main process may be gone
             pipe.send(SystemExit(told) if told else RuntimeError(traceback.format_exc()))
 
 
 class WorkerEnvs:
-    """The same in processes, each with its share of the environments; the same bits."""
+    """Like Envs, with the environments in worker processes. The results are the same bits."""
 
     def __init__(self, args: Args, played: list | None):
         self.workers = []
-        atexit.register(self.close)  # else the interpreter would wait for them
+        atexit.register(self.close)  # or the interpreter would wait for the workers
         context = multiprocessing.get_context("spawn")
         for numbers in np.array_split(range(args.num_envs), args.env_workers):
             ours, theirs = context.Pipe()
@@ -554,7 +563,7 @@ class WorkerEnvs:
         self.observation_space, self.action_space = self.receive()[0]
 
     def receive(self) -> list:
-        """What each worker answers; their states are joined to this one's."""
+        """What each worker answers. The observations of all become this object's."""
         replies = []
         for process, pipe, _ in self.workers:
             try:
@@ -563,7 +572,7 @@ class WorkerEnvs:
                 process.join(1)
                 why = f"a process of --env-workers was killed (exit code {process.exitcode})"
                 replies.append(RuntimeError(f"{why}: not enough memory?"))
-            if isinstance(replies[-1], SystemExit):  # refused, in one line
+            if isinstance(replies[-1], SystemExit):  # the worker exited with a message
                 self.close()
                 sys.stderr.write(str(replies[-1]))
                 raise SystemExit(2)
@@ -571,13 +580,13 @@ class WorkerEnvs:
                 self.close()
                 raise replies[-1]
         shown, ended, results = zip(*replies, strict=True)
-        for name in shown[0]:  # obs, over ... [N, ...]
+        for name in shown[0]:  # obs, over and so on, [N, ...] each
             setattr(self, name, np.concatenate([part[name] for part in shown]))
         self.ended = [*itertools.chain(*ended)]
         return results
 
     def call(self, method: str, *rows: np.ndarray) -> list:
-        """What a method of `Envs` gives in each worker, with its share of the rows [N, ...]."""
+        """Call a method of `Envs` in each worker, with its share of the rows [N, ...]."""
         for _, pipe, share in self.workers:
             with contextlib.suppress(BrokenPipeError):  # `receive` says why
                 pipe.send((method, *[each[share] for each in rows]))
@@ -588,7 +597,7 @@ class WorkerEnvs:
         return [np.concatenate(parts) for parts in zip(*self.call("step", *rows), strict=True)]
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """`Envs.played` of all."""
+        """`Envs.played` of all workers."""
         return [*itertools.chain(*self.call("played"))]
 
     def close(self):
@@ -596,7 +605,7 @@ class WorkerEnvs:
             pipe.close()
         for process, _, _ in self.workers:
             process.join(5)
-            process.kill()  # if an environment does not end
+            process.kill()  # if an environment hangs
         self.workers = []
 
 
@@ -612,6 +621,8 @@ def own_envs(args: Args, numbers, played: list | None) -> Envs:
 def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
     """Environments in this process or in others, as the checkpoint left them."""
     played = checkpoint["played"] if checkpoint else None
+    if checkpoint and len(played) != num_envs:
+        fail(f"{args.resume}: its checkpoint is of {len(played)} environments, not {num_envs}")
     if args.env_workers and num_envs > 1:
         return WorkerEnvs(args, played)
     return own_envs(args, range(num_envs), played)
@@ -641,7 +652,7 @@ class RunningMoments(nn.Module):
 
 
 def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
-    """Two layers of 64 tanh units and a linear one; orthogonal weights, no bias (detail 2)."""
+    """Two layers of 64 tanh units and a linear one; orthogonal weights, biases 0 (detail 2)."""
     layers = []
     for sizes, scale in (((inputs, 64), 2**0.5), ((64, 64), 2**0.5), ((64, outputs), gain)):
         layers += [nn.Linear(*sizes), nn.Tanh()]
@@ -676,7 +687,7 @@ class Agent(nn.Module):
             self.actor_logstd = nn.Parameter(torch.full((self.width,), self.args.log_std_init))
         self.value_moments = RunningMoments()
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))  # of all agents, learned
-        self.rng = np.random.default_rng(self.args.seed)  # of actions and minibatches
+        self.rng = np.random.default_rng(self.args.seed)  # draws actions and minibatches
 
     def inputs(self, obs: torch.Tensor) -> torch.Tensor:
         """The networks' inputs [..., A, I], from the rows of all agents [..., A, W]: observation,
@@ -759,7 +770,7 @@ class Agent(nn.Module):
         return dict(zip(observations, given, strict=True))
 
     def noise(self, *shape: int) -> np.ndarray:
-        """Noise for `shape` actions. For choices it is Gumbel's: the argmax of it and
+        """Noise for `shape` actions. For choices it is Gumbel's: the argmax of noise +
         log-probabilities is a sample."""
         draw = self.rng.standard_normal if self.roles.boxes else self.rng.gumbel
         return draw(size=(*shape, self.width)).astype(np.float32)
@@ -777,7 +788,7 @@ def gae(rewards, values, terminated, truncated, gamma, gae_lambda, waits=None) -
     terminated = terminated.copy()
     ended = np.logical_or(terminated, truncated)
     waits = np.zeros(values.shape, bool) if waits is None else waits
-    for t in range(1, len(values)):  # of what comes after the last row, this is known
+    for t in range(1, len(values)):  # what is known of the steps after the last row
         values[t] = np.where(waits[t], values[t - 1], values[t])
     advantages = np.zeros_like(values)
     for t in reversed(range(len(rewards))):
@@ -815,8 +826,8 @@ class Batch(NamedTuple):
 
 
 def ppo_loss(agent, args: Args, batch: Batch):
-    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and what is
-    logged of it."""
+    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and its
+    metrics."""
     _, logprob, entropy, value = agent(batch.inputs, batch.actions)
     logratio = logprob - batch.logprobs
     ratio = logratio.exp()
@@ -840,7 +851,7 @@ def ppo_loss(agent, args: Args, batch: Batch):
         error = torch.max(error, (batch.values + change - batch.returns).square())
     value_loss = 0.5 * error.mean()
 
-    entropy = mean(entropy)  # a bonus on it encourages exploration (detail 10)
+    entropy = mean(entropy)  # its bonus keeps the policy exploring (detail 10)
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
     metrics = {"value_loss": value_loss, "policy_loss": policy_loss, "entropy": entropy}
@@ -871,7 +882,7 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args):
     batch = Batch(*[x.flatten(0, 2) for x in fields])  # [T * N * A, ...]
 
     rows = np.flatnonzero(learned)
-    num_minibatches = min(args.num_minibatches, len(rows) // 2)  # two rows at least in each
+    num_minibatches = min(args.num_minibatches, len(rows) // 2)  # at least two rows in each
     if num_minibatches == 0:  # nothing to learn from
         return {}
     steps = []  # metrics of each step
@@ -943,7 +954,7 @@ def log_agents(run: "Run", names: list[str], ended: list[tuple[int, np.ndarray, 
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's folder, its logs and its counters. While this is open, the folder is its alone."""
+    """A run's folder, logs and counters. While it is open, no other process can use the folder."""
 
     def __init__(self, args: Args, checkpoint: dict):
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
@@ -961,7 +972,7 @@ class Run:
         except OSError as error:
             fail(f"no folder for the run: {error}")
         with contextlib.ExitStack() as undo:
-            undo.enter_context(self.csv)  # closed, and the folder free again, if what follows fails
+            undo.enter_context(self.csv)  # if the start fails, close it: the folder is free again
             try:
                 fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -970,7 +981,7 @@ class Run:
                 fail(f"{self.folder}: {error}")
             if not args.resume and (self.folder / "checkpoint.pt").exists():
                 fail(f"a run is there: --resume {self.folder} goes on with it")
-            # what was logged after the checkpoint goes: it will be logged again
+            # drop the rows after the checkpoint: they will be logged again
             known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
             self.csv.truncate(len(b"".join(known)))
             self.rows = max(len(known) - 1, 0)
@@ -978,11 +989,11 @@ class Run:
                 self.csv.write("global_step,seconds,return,length\n")
             self.wandb = None
             if args.track:
-                import wandb  # before the writer, which it follows
+                import wandb  # before SummaryWriter, which it patches
 
                 project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
                 more = {"config": vars(self.args), "sync_tensorboard": True}
-                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one when resumed
+                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # resumed: the same run
                 self.wandb = wandb.init(name=self.folder.name, **project, **more)
             self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
             table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
@@ -1000,7 +1011,7 @@ class Run:
         if self.wandb:
             self.wandb.finish()
         self.write_json(self.status)
-        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
+        if kind and self.new and self.global_step == 0:  # failed before a step: leave nothing
             shutil.rmtree(self.folder, ignore_errors=True)
         self.csv.close()
 
@@ -1040,7 +1051,7 @@ class Run:
 
 
 def new_folder(args: Args) -> Path:
-    """A new folder below runs/, of this run alone: two that start in one second get two."""
+    """Make a new folder below runs/. Two runs that start in one second get two folders."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     for k in itertools.count(1):
         folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
@@ -1050,14 +1061,14 @@ def new_folder(args: Args) -> Path:
 
 
 def refuse_links(folder: Path):
-    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
+    """Exit with one line if a folder has links: through them a run would write elsewhere."""
     for path in folder.rglob("*"):
         if path.is_symlink():
             fail(f"{path} is a link: a run writes into its own folder alone")
 
 
 def save(run: Run, agent: Agent, envs):
-    """Everything needed to continue, whole or not at all: written aside, then renamed."""
+    """Save all that is needed to continue. The file is renamed when whole: it is never half."""
     run.writer.flush()
     state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
     state |= {"adam": agent.adam.state_dict(), "rng": agent.rng.bit_generator.state}
@@ -1069,7 +1080,7 @@ def save(run: Run, agent: Agent, envs):
 
 
 def load_checkpoint(folder: Path) -> dict:
-    """What `save` wrote; runs no code, whoever wrote it."""
+    """Read what `save` wrote. No code in the file is run."""
     content = {}
     path = Path(folder) / "checkpoint.pt"
     try:
@@ -1083,14 +1094,14 @@ def load_checkpoint(folder: Path) -> dict:
         step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
         content["counters"] = int(step), int(iteration), float(seconds), int(rows)
         content["returns"] = [float(x) for x in content.get("returns", ())]
-        content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
-        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none yet
+        content["played"] = [(int(n), np.atleast_1d(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none begun
         if not all(number >= 0 for number in numbers):
             raise ValueError(f"its counters are {numbers}")
-    except Exception as error:  # damage shows in many ways
+    except Exception as error:  # damaged files raise errors of many kinds
         maker = f", made by {content['script']}" if "script" in content else ""
         fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
-    if not is_known(args.env_id):  # a module's code runs if the command line names it
+    if not is_known(args.env_id):  # only the command line may name a module to import
         args.env_id = args.env_id.rpartition(":")[2].rpartition(".")[2]
     return content | {"args": args}
 
@@ -1107,12 +1118,15 @@ def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]
     try:
         agent.load_state_dict(checkpoint["agent"])
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        fail(f"{folder}: its agent does not fit the environment and the flags: {error}")
+        maker = checkpoint.get("script")
+        fail(
+            f"{folder}: its agent, by {maker}, does not fit the environment and the flags: {error}"
+        )
     return agent, args
 
 
 def drawn_env(args: Args):
-    """An environment whose frames can be drawn; one clear line if they can't."""
+    """An environment that can draw its frames; exits with one line if they can't."""
     env = make_env(args.env_id, **json.loads(args.env_kwargs) | {"render_mode": "rgb_array"})
     try:
         env.reset(seed=0)
@@ -1123,7 +1137,7 @@ def drawn_env(args: Args):
 
 
 def play(agent: Agent, envs: Envs, args: Args, greedy: bool) -> tuple[np.ndarray, list]:
-    """Returns [episodes, A] of greedy or of drawn actions and, with `capture_video`, the frames of
+    """Returns [episodes, A] of greedy or sampled actions and, with `capture_video`, the frames of
     the first episode."""
     returns = []
     frames = []
@@ -1143,7 +1157,7 @@ def play(agent: Agent, envs: Envs, args: Args, greedy: bool) -> tuple[np.ndarray
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate`, the same episodes with drawn and with greedy actions, and
+    """Play the run in `args.evaluate`, the same episodes with sampled and with greedy actions, and
     list those of one kind; `capture_video` records the first of these into its videos/."""
     played = {}
     frames = {}
@@ -1171,7 +1185,7 @@ def evaluate(args: Args) -> list[float]:
         team = returns.sum(axis=1)
         said = f"mean over agents {mean.mean():.2f} +- {mean.std():.2f}, "
         said += f"sum over agents {team.mean():.2f} +- {team.std():.2f}"
-        print(f"{'greedy' if greedy else 'drawn'}, {len(returns)} episodes: {said}")
+        print(f"{'greedy' if greedy else 'sampled'}, {len(returns)} episodes: {said}")
     return played[args.eval_greedy].mean(axis=1).tolist()
 
 
@@ -1181,8 +1195,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """The list of the signals that have come. The first ends training after its iteration, the next
-    acts at once. Outside the main thread, which alone may handle signals, none is caught."""
+    """A list of the signals that have come. The first ends training after its iteration, the next
+    acts at once. Only the main thread can catch signals; elsewhere the list stays empty."""
     stop = []
 
     def handler(number, frame):
@@ -1207,14 +1221,14 @@ def restore(agent: Agent, checkpoint: dict, folder: Path):
             for name in ("exp_avg", "exp_avg_sq"):
                 if state[name].shape != parameter.shape:
                     raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
-                state[name] = torch.empty_like(parameter).copy_(state[name])  # in its layout
+                state[name] = torch.empty_like(parameter).copy_(state[name])  # in the same layout
         agent.rng.bit_generator.state = checkpoint["rng"]
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         fail(f"{folder}: its checkpoint does not fit: {error!r}")
 
 
 def check_finite(iteration: int, values: dict):
-    """FloatingPointError that names the first value with a NaN or an infinity."""
+    """Raise FloatingPointError that names the first value with a NaN or an infinity."""
     for name, x in values.items():
         if not torch.as_tensor(x).isfinite().all():
             raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
@@ -1256,10 +1270,10 @@ def train(args: Args) -> Path:
 
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
-    """Say how to go on or to play; play and record, if that is wanted."""
+    """Print how to go on or to play; save the weights and record a video, if asked to."""
     script = f"python {shlex.quote(sys.argv[0])}"
     folder = shlex.quote(str(run.folder))
-    if not is_known(run.args.env_id):  # a module must be given again
+    if not is_known(run.args.env_id):  # a module must be named again
         folder += f" --env-id {run.args.env_id}"
     if run.status == "running":
         print(f"go on with: {script} --resume {folder}")
@@ -1275,7 +1289,7 @@ def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):  # a terminal may lack a folder's letters
+    for stream in (sys.stdout, sys.stderr):  # a terminal may not know all letters
         stream.reconfigure(errors="backslashreplace")
     args = parse_args()
     evaluate(args) if args.evaluate else train(args)

@@ -6,7 +6,7 @@
 """PPO, clipped, from pixels or any mix of images, vectors and choices, for any actions.
 
 Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huang et al. 2022 ("The
-37 implementation details of PPO"), each marked where it is. Every iteration:
+37 implementation details of PPO"), each marked in the code. Every iteration:
 
     1. take T steps in each of N environments with actions a ~ pi(a | s), choices and numbers alike:
            log pi(a | s) = sum over its choices and its numbers; rewards scaled by their returns
@@ -18,7 +18,7 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
     python ppo_pixels.py --env-id CarRacing-v3       # --resume runs/RUN goes on
     python ppo_pixels.py --env-id minigrid:MiniGrid-DoorKey-5x5-v0 --total-timesteps 100000
     python ppo_pixels.py --env-id envpool:CarRacing-v3 --grayscale --resize 64x64 --frame-stack 2
-    python ppo_pixels.py --evaluate runs/RUN         # plays greedily, and with drawn actions
+    python ppo_pixels.py --evaluate runs/RUN         # plays greedily, then samples actions
 
 Every image has a network of its own (Nature's from 36 pixels on, IMPALA's below, a small one below
 16), all vectors and choices share one layer. Expect 0.96 over the last 100 episodes of training on
@@ -80,7 +80,7 @@ class Args:
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
     run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: Path | None = None  # continue the run in this folder with its own arguments
-    evaluate: Path | None = None  # play the run in this folder, greedily and with drawn actions
+    evaluate: Path | None = None  # play the run in this folder, greedily and with sampled actions
     eval_episodes: int = 10  # episodes of an evaluation, greedy and sampled
     checkpoint_interval: int = 20  # iterations between checkpoints
 
@@ -95,7 +95,7 @@ class Args:
     action_repeat: int = 0  # steps an action is held; 0: 4 for ALE/..., or else 1
 
     # Algorithm
-    encoder: Literal["auto", "nature", "impala", "small"] = "auto"  # of images; auto: by size
+    encoder: Literal["auto", "nature", "impala", "small"] = "auto"  # of images; auto: by their size
     separate_critic: bool = False  # a second network for the value; vectors alone always have two
     total_timesteps: int = 1_000_000  # steps in all environments, rounded down to iterations
     learning_rate: float = 5e-4  # Adam's learning rate in the first iteration
@@ -121,7 +121,7 @@ class Args:
     num_iterations: int = 0  # computed: total_timesteps // batch_size
 
     def __post_init__(self):
-        """Compute what is computed; a ValueError, which tyro shows, for what can't be meant."""
+        """Compute the last fields; raise ValueError, which tyro shows, for wrong arguments."""
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
@@ -139,16 +139,16 @@ class Args:
         }
         check(self, low, high)
         if self.resize and not re.fullmatch(r"\d+x\d+", self.resize):
-            raise ValueError(f"--resize {self.resize}: height and width are wanted, as 60x80")
+            raise ValueError(f"--resize {self.resize}: height and width are needed, as 60x80")
 
 
 def check(args, low: dict, high: dict):
-    """ValueError for a value of another type than its field's, for a number out of bounds (by
-    default from 1, or 0 for what is no whole number, to 1e18) and for what can't go together."""
+    """Raise ValueError for a value of a wrong type, for a number out of its bounds (by default 1
+    to 1e18, for fractions 0 to 1e18) and for flags that exclude each other."""
     for name, hint in get_type_hints(type(args)).items():
         flag = f"--{name.replace('_', '-')}"
         value = getattr(args, name)
-        kinds = get_args(hint) or (hint,)  # types or, of a Literal, its values
+        kinds = get_args(hint) or (hint,)  # types, or the values of a Literal
         types = tuple(kind for kind in kinds if isinstance(kind, type))
         whole = float in kinds and isinstance(value, int)
         if not (isinstance(value, types) or value in kinds or whole):
@@ -159,7 +159,7 @@ def check(args, low: dict, high: dict):
             if not least <= value <= most:
                 raise ValueError(f"{flag} {value}: not in {least} ... {most}")
     if not args.exp_name:
-        raise ValueError("--exp-name '': a name is wanted")
+        raise ValueError("--exp-name '': a name is needed")
     try:
         dict(**json.loads(args.env_kwargs))
     except (TypeError, ValueError, RecursionError) as error:
@@ -168,8 +168,11 @@ def check(args, low: dict, high: dict):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
+KEPT = ("num_envs", "log_std_init")  # flags that a resumed run can't change
+
+
 def parse_args(argv: list[str] | None = None) -> Args:
-    """The command line as Args; with --resume or --evaluate, on top of that run's arguments."""
+    """The command line as Args. With --resume or --evaluate the defaults are that run's."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
@@ -179,11 +182,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
     folder, _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
     saved = load_checkpoint(folder)["args"] if folder else Args()
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
-    if args.resume and args.num_envs != saved.num_envs:
-        fail(f"--num-envs {args.num_envs}: {folder} goes on with its {saved.num_envs}")
+    for name in KEPT:
+        if args.resume and getattr(args, name) != getattr(saved, name):
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            fail(f"{flag}: {args.resume} goes on with its {getattr(saved, name)}")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track: wandb is not installed: pip install wandb")
-    if args.capture_video:  # what is missing is better known before training
+    if args.capture_video:  # find out before training what is missing
         if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
             fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
         drawn_env(args).close()
@@ -191,14 +196,14 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def fail(message: str):
-    """One line on standard error, exit code 2."""
+    """Print one line to standard error and exit with code 2."""
     print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(2)
 
 
 # --- environments ---------------------------------------------------------------------------------
 def parts(space: gym.Space, path: tuple = ()) -> list[tuple[tuple, gym.Space]]:
-    """What nested Dicts and Tuples are made of: (keys that lead there, space), in their order."""
+    """The spaces inside nested Dicts and Tuples, in order: (keys that lead there, space)."""
     if isinstance(space, gym.spaces.Dict):
         items = space.spaces.items()
     elif isinstance(space, gym.spaces.Tuple):
@@ -221,10 +226,10 @@ CHOICES = gym.spaces.Discrete | gym.spaces.MultiDiscrete | gym.spaces.MultiBinar
 class Leaf(NamedTuple):
     """A part of an observation that is learned from."""
 
-    path: tuple  # of keys, from the whole observation to this part
+    path: tuple  # keys that lead from the observation to this part
     space: gym.Space
     kind: str  # "image"; "codes", an image below 16 x 16; "vector"; "choices"
-    channels: tuple = ()  # an image's axes that are no rows and no columns
+    channels: tuple = ()  # an image's axes other than rows and columns
     size: tuple | None = None  # rows and columns that an image is scaled to
 
 
@@ -372,7 +377,7 @@ class Actions:
 
 
 def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
-    """One clear line if the spaces are none that this script learns with."""
+    """Exit with one line if this script can't learn with these spaces."""
     try:
         Reader(space, Args()), Actions(actions)
     except ValueError as error:
@@ -392,9 +397,9 @@ def with_tuples(options):
 
 
 def make_env(env_id: str, **options) -> gym.Env:
-    """An environment of gymnasium or EnvPool; one clear line if there is no such thing."""
-    gym.logger.min_level = gym.logger.ERROR  # v4 ids are "out of date", and meant
-    if sys.platform == "linux" and not os.environ.get("DISPLAY"):  # what draws needs no display
+    """An environment of gymnasium or EnvPool; exits with one line if it can't be made."""
+    gym.logger.min_level = gym.logger.ERROR  # no warning that v4 ids are old
+    if sys.platform == "linux" and not os.environ.get("DISPLAY"):  # draw without a display
         for name, value in {"PYGLET_HEADLESS": "1", "SDL_VIDEODRIVER": "dummy"}.items():
             os.environ.setdefault(name, value)
     module = {"ALE": "ale_py:", "dm_control": "shimmy:"}.get(env_id.split("/")[0], "")
@@ -456,7 +461,7 @@ def episode_seed(*key: int) -> int:
 
 
 def seed_others(seed: int):
-    """Seed what only careless environments draw from; all others have their own `np_random`."""
+    """Seed the global generators. Most environments have their own, `np_random`, a few do not."""
     random.seed(seed)
     np.random.seed(seed)
 
@@ -477,11 +482,11 @@ class Envs:
         self.action_space = envs[0].action_space
         self.reader = Reader(self.observation_space, args)
         self.translate = Actions(self.action_space)
-        self.episodes = [-1] * len(envs)  # how many each environment has ended
+        self.episodes = [-1] * len(envs)  # the number of each environment's running episode
         self.actions = [[] for _ in envs]  # of the running episodes
         self.rewards = [[] for _ in envs]
         self.over = np.zeros(len(envs), bool)  # [N], the last step ended an episode
-        self.discounted = np.zeros(len(envs))  # [N], the return so far, seen from now
+        self.discounted = np.zeros(len(envs))  # [N], discounted sum of the rewards so far
         self.ended = []  # (environment, return, length) of each episode that the last step ended
         for i, (episode, _) in enumerate(played or ()):
             self.episodes[i] = episode - 1
@@ -489,10 +494,12 @@ class Envs:
         self.obs = [np.stack(leaf) for leaf in zip(*first, strict=True)]  # of each leaf [N, ...]
         for i, (_, actions) in enumerate(played or ()):
             for action in actions:
+                if action.shape != self.translate.low.shape:
+                    fail(f"{args.resume}: {action}, played before, is not in {self.action_space}")
                 self.play(i, action)
 
     def reset(self, i: int) -> list[np.ndarray]:
-        """Begin the next episode of an environment; its first observation, an array a leaf."""
+        """Begin the next episode of an environment; gives its first observation, by leaf."""
         self.episodes[i] += 1
         self.actions[i] = []
         self.rewards[i] = []
@@ -503,7 +510,7 @@ class Envs:
         return self.look(*self.envs[i].reset(seed=seed))
 
     def look(self, obs, info: dict, before: list | None = None) -> list[np.ndarray]:
-        """An observation, an array a leaf; behind them its mask of valid choices [F], if any."""
+        """An observation, an array for each leaf, then its mask of valid choices [F], if any."""
         mask = info.get("action_mask", info.get("legal_action_mask"))
         if isinstance(obs, dict):
             mask = obs.get("action_mask", mask)
@@ -513,7 +520,7 @@ class Envs:
         return found
 
     def show(self, i: int, leaves: list[np.ndarray]):
-        """Put the observation of an environment among those of all."""
+        """Store an environment's observation in the arrays of all."""
         for all_of, one in zip(self.obs, leaves, strict=True):
             all_of[i] = one
 
@@ -529,14 +536,14 @@ class Envs:
             try:
                 total += np.asarray(reward).item()
                 self.over[i] = terminated or truncated
-            except ValueError:  # several numbers
+            except ValueError:  # an array instead of one number
                 what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
-                hint = "one of each is wanted (several rewards: a wrapper that weighs them)"
+                hint = "one of each is needed (several rewards: a wrapper that weighs them)"
                 raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
             if self.over[i]:
                 break
         if before is not None and is_atari(self.args.env_id):
-            frame = np.maximum(before, frame)  # some things are drawn in every second image only
+            frame = np.maximum(before, frame)  # some objects are drawn only in every second image
         self.show(i, self.look(frame, info, [x[i] for x in self.obs]))
         self.actions[i].append(action)
         self.rewards[i].append(total)
@@ -564,7 +571,7 @@ class Envs:
         return {"obs": self.obs, "over": self.over, "discounted": self.discounted}
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """What plays the running episodes again: their numbers and actions so far, [t, F]."""
+        """What replays the running episodes: their numbers and actions so far, [t, F]."""
         return [(n, np.array(x)) for n, x in zip(self.episodes, self.actions, strict=True)]
 
     def close(self):
@@ -573,12 +580,12 @@ class Envs:
 
 
 def work(pipe, args: Args, numbers: list[int], played: list | None):
-    """A worker process: some of the environments, stepped as its pipe tells, until that ends."""
-    for number in SIGNALS:  # the run decides when to stop
+    """A worker process: it does what its pipe says with its environments, until the pipe ends."""
+    for number in SIGNALS:  # the main process decides when to stop
         signal.signal(number, signal.SIG_IGN)
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):  # one worker prints what all would
+        with contextlib.redirect_stderr(said):  # all would print the same warnings
             envs = own_envs(args, numbers, played)
         if 0 in numbers:
             sys.stderr.write(said.getvalue())
@@ -590,16 +597,16 @@ def work(pipe, args: Args, numbers: list[int], played: list | None):
                 result = getattr(envs, method)(*given)
     except BaseException as error:
         told = isinstance(error, SystemExit) and said.getvalue()
-        with contextlib.suppress(OSError):  # the run may be over
+        with contextlib.suppress(OSError):  # the main process may be gone
             pipe.send(SystemExit(told) if told else RuntimeError(traceback.format_exc()))
 
 
 class WorkerEnvs:
-    """The same in processes, each with its share of the environments; the same bits."""
+    """Like Envs, with the environments in worker processes. The results are the same bits."""
 
     def __init__(self, args: Args, played: list | None):
         self.workers = []
-        atexit.register(self.close)  # else the interpreter would wait for them
+        atexit.register(self.close)  # or the interpreter would wait for the workers
         context = multiprocessing.get_context("spawn")
         for numbers in np.array_split(range(args.num_envs), args.env_workers):
             ours, theirs = context.Pipe()
@@ -611,7 +618,7 @@ class WorkerEnvs:
         self.observation_space, self.action_space = self.receive()[0]
 
     def receive(self) -> list:
-        """What each worker answers; their states are joined to this one's."""
+        """What each worker answers. The observations of all become this object's."""
         replies = []
         for process, pipe, _ in self.workers:
             try:
@@ -620,7 +627,7 @@ class WorkerEnvs:
                 process.join(1)
                 why = f"a process of --env-workers was killed (exit code {process.exitcode})"
                 replies.append(RuntimeError(f"{why}: not enough memory?"))
-            if isinstance(replies[-1], SystemExit):  # refused, in one line
+            if isinstance(replies[-1], SystemExit):  # the worker exited with a message
                 self.close()
                 sys.stderr.write(str(replies[-1]))
                 raise SystemExit(2)
@@ -636,7 +643,7 @@ class WorkerEnvs:
         return results
 
     def call(self, method: str, *rows: np.ndarray) -> list:
-        """What a method of `Envs` gives in each worker, with its share of the rows [N, ...]."""
+        """Call a method of `Envs` in each worker, with its share of the rows [N, ...]."""
         for _, pipe, share in self.workers:
             with contextlib.suppress(BrokenPipeError):  # `receive` says why
                 pipe.send((method, *[each[share] for each in rows]))
@@ -647,7 +654,7 @@ class WorkerEnvs:
         return [np.concatenate(parts) for parts in zip(*self.call("step", *rows), strict=True)]
 
     def played(self) -> list[tuple[int, np.ndarray]]:
-        """`Envs.played` of all."""
+        """`Envs.played` of all workers."""
         return [*itertools.chain(*self.call("played"))]
 
     def close(self):
@@ -655,7 +662,7 @@ class WorkerEnvs:
             pipe.close()
         for process, _, _ in self.workers:
             process.join(5)
-            process.kill()  # if an environment does not end
+            process.kill()  # if an environment hangs
         self.workers = []
 
 
@@ -671,6 +678,8 @@ def own_envs(args: Args, numbers, played: list | None) -> Envs:
 def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
     """Environments of the kind that the arguments name, as the checkpoint left them."""
     played = checkpoint["played"] if checkpoint else None
+    if checkpoint and len(played) != num_envs:
+        fail(f"{args.resume}: its checkpoint is of {len(played)} environments, not {num_envs}")
     if args.env_workers and num_envs > 1:
         return WorkerEnvs(args, played)
     return own_envs(args, range(num_envs), played)
@@ -700,7 +709,7 @@ class RunningMoments(nn.Module):
 
 
 def layer_init(layer: nn.Linear, gain: float = math.sqrt(2)) -> nn.Linear:
-    """Orthogonal weights, no bias (detail 2)."""
+    """Orthogonal weights, biases 0 (detail 2)."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -769,7 +778,7 @@ class Agent(nn.Module):
     """Policy and value function for environments with the spaces of `env`.
 
     Observations are lists of arrays or tensors [B, ...], one for each leaf, as `Envs.obs` and
-    `observe` give them, perhaps with a mask [B, F] behind; actions are vectors [B, F] of `Actions`.
+    `observe` give them, perhaps followed by a mask [B, F]; actions are vectors [B, F] of `Actions`.
     """
 
     def __init__(self, env, args: Args | None = None):
@@ -789,7 +798,7 @@ class Agent(nn.Module):
         self.actor_logstd = nn.Parameter(torch.full((int(number.sum()),), self.args.log_std_init))
         low = torch.tensor(self.translate.low)
         high = torch.tensor(self.translate.high)
-        scaled = number & (high > low) & (torch.maximum(-low, high) <= 1e6)  # or else as they are
+        scaled = number & (high > low) & (torch.maximum(-low, high) <= 1e6)  # others are not scaled
         self.register_buffer("number", number)
         self.register_buffer("origin", ((low + high) / 2).where(scaled, 0.0).float())
         self.register_buffer("unit", ((high - low) / 2).where(scaled, 1.0).float())
@@ -833,7 +842,7 @@ class Agent(nn.Module):
         """Log-probabilities of choices and means of numbers, in their unit [B, F]; V [B]."""
         hidden, value_hidden = self.features(obs)
         scores = self.actor(hidden)
-        if len(obs) > len(self.reader.leaves):  # behind the leaves is the mask of valid choices
+        if len(obs) > len(self.reader.leaves):  # the mask of valid choices follows the leaves
             scores = scores.where(obs[-1], -1e8)
         parts = [x if box else x.log_softmax(dim=-1) for x, (_, box) in self.blocks(scores)]
         return torch.cat(parts, dim=-1), self.critic(value_hidden).squeeze(-1)
@@ -945,8 +954,8 @@ class Rollout(NamedTuple):
     rewards: np.ndarray  # [T, N], scaled
     terminated: np.ndarray  # [T, N]
     truncated: np.ndarray  # [T, N]
-    valid: np.ndarray  # [T, N], False in the row after an episode's end: there its action was
-    # ignored and the reward is none, but its observation is the episode's true last one
+    valid: np.ndarray  # [T, N], False in the row after an episode's end, whose action was ignored
+    # and whose reward is 0; its observation is the episode's true last one
 
 
 class Batch(NamedTuple):
@@ -963,8 +972,8 @@ class Batch(NamedTuple):
 
 
 def ppo_loss(agent: Agent, args: Args, batch: Batch):
-    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and what is
-    logged of it."""
+    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and its
+    metrics."""
     _, logprob, entropy, value = agent(batch.obs, batch.actions)
     logratio = logprob - batch.logprobs
     ratio = logratio.exp()
@@ -982,7 +991,7 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch):
         error = torch.max(error, (batch.values + change - batch.returns).square())
     value_loss = 0.5 * error.mean()
 
-    # entropy bonuses encourage exploration (detail 10)
+    # entropy bonuses keep the policy exploring (detail 10)
     entropy = entropy.mean()
     of_boxes = agent.box_entropy()
     bonus = args.ent_coef * (entropy - of_boxes) + args.box_ent_coef * of_boxes
@@ -1013,7 +1022,7 @@ def judge(agent: Agent, data: Rollout, size: int) -> tuple[torch.Tensor, torch.T
 def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, args: Args):
     """One iteration of learning from a rollout; returns the metrics, averaged over minibatches."""
     first = iteration == 0
-    if first:  # later observations are scaled for learning as they were for acting
+    if first:  # later, the scale changes after learning: acting and learning share it
         agent.update_moments(data)
     logprobs, values = judge(agent, data, args.minibatch_size)
     numbers = data.rewards, values.cpu().double().numpy(), data.terminated, data.truncated
@@ -1024,8 +1033,8 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
     obs = [x[:-1].flatten(0, 1) for x in data.obs]
     batch = Batch(obs, *(x.flatten(0, 1) for x in fields))  # B = T * N
 
-    rows = np.flatnonzero(data.valid)  # what is learned from
-    num_minibatches = min(args.num_minibatches, len(rows) // 2)  # two rows at least in each
+    rows = np.flatnonzero(data.valid)  # the rows to learn from
+    num_minibatches = min(args.num_minibatches, len(rows) // 2)  # at least two rows in each
     if num_minibatches == 0:  # nothing to learn from
         return {}
     steps = []  # metrics of each step
@@ -1049,8 +1058,8 @@ def update(agent: Agent, data: Rollout, iteration: int, learning_rate: float, ar
         agent.update_moments(data)
     means = torch.stack(steps).mean(dim=0).tolist()
     metrics = {f"losses/{name}": mean for name, mean in zip(metrics, means, strict=True)}
-    error = batch.advantages[rows].var()  # of R - V
-    scale = batch.returns[rows].var()  # of R
+    error = batch.advantages[rows].var()  # variance of R - V
+    scale = batch.returns[rows].var()  # variance of R
     metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
     if agent.number.any():
         metrics["charts/policy_std"] = agent.actor_logstd.exp().mean().item()
@@ -1095,7 +1104,7 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs, run: "Run", args: Args) -> Ro
 
 # --- run folder, checkpoints, evaluation ----------------------------------------------------------
 class Run:
-    """A run's folder, its logs and its counters. While this is open, the folder is its alone."""
+    """A run's folder, logs and counters. While it is open, no other process can use the folder."""
 
     def __init__(self, args: Args, checkpoint: dict):
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
@@ -1113,7 +1122,7 @@ class Run:
         except OSError as error:
             fail(f"no folder for the run: {error}")
         with contextlib.ExitStack() as undo:
-            undo.enter_context(self.csv)  # closed, and the folder free again, if what follows fails
+            undo.enter_context(self.csv)  # if the start fails, close it: the folder is free again
             try:
                 fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -1122,7 +1131,7 @@ class Run:
                 fail(f"{self.folder}: {error}")
             if not args.resume and (self.folder / "checkpoint.pt").exists():
                 fail(f"a run is there: --resume {self.folder} goes on with it")
-            # what was logged after the checkpoint goes: it will be logged again
+            # drop the rows after the checkpoint: they will be logged again
             known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
             self.csv.truncate(len(b"".join(known)))
             self.rows = max(len(known) - 1, 0)
@@ -1130,11 +1139,11 @@ class Run:
                 self.csv.write("global_step,seconds,return,length\n")
             self.wandb = None
             if args.track:
-                import wandb  # before the writer, which it follows
+                import wandb  # before SummaryWriter, which it patches
 
                 project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
                 more = {"config": vars(self.args), "sync_tensorboard": True}
-                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # one when resumed
+                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # resumed: the same run
                 self.wandb = wandb.init(name=self.folder.name, **project, **more)
             self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
             table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
@@ -1152,7 +1161,7 @@ class Run:
         if self.wandb:
             self.wandb.finish()
         self.write_json(self.status)
-        if kind and self.new and self.global_step == 0:  # not one step was taken: nothing is left
+        if kind and self.new and self.global_step == 0:  # failed before a step: leave nothing
             shutil.rmtree(self.folder, ignore_errors=True)
         self.csv.close()
 
@@ -1192,7 +1201,7 @@ class Run:
 
 
 def new_folder(args: Args) -> Path:
-    """A new folder below runs/, of this run alone: two that start in one second get two."""
+    """Make a new folder below runs/. Two runs that start in one second get two folders."""
     name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
     for k in itertools.count(1):
         folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
@@ -1202,14 +1211,14 @@ def new_folder(args: Args) -> Path:
 
 
 def refuse_links(folder: Path):
-    """One clear line if a folder, perhaps a stranger's, has links: files elsewhere may be meant."""
+    """Exit with one line if a folder has links: through them a run would write elsewhere."""
     for path in folder.rglob("*"):
         if path.is_symlink():
             fail(f"{path} is a link: a run writes into its own folder alone")
 
 
 def save(run: Run, agent: Agent, envs):
-    """Everything needed to continue, whole or not at all: written aside, then renamed."""
+    """Save all that is needed to continue. The file is renamed when whole: it is never half."""
     run.writer.flush()
     state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
     state |= {"adam": agent.adam.state_dict(), "names": agent.reader.names()}
@@ -1221,11 +1230,11 @@ def save(run: Run, agent: Agent, envs):
 
 
 def load_checkpoint(folder: Path) -> dict:
-    """What `save` wrote; runs no code, whoever wrote it."""
+    """Read what `save` wrote. No code in the file is run."""
     content = {}
     path = Path(folder) / "checkpoint.pt"
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would block
             raise FileNotFoundError(path.name)
         with zipfile.ZipFile(path) as file:
             if file.testzip():
@@ -1235,15 +1244,15 @@ def load_checkpoint(folder: Path) -> dict:
         step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
         content["counters"] = int(step), int(iteration), float(seconds), int(rows)
         content["returns"] = [float(x) for x in content.get("returns", ())]
-        content["played"] = [(int(n), np.asarray(x)) for n, x in content.get("played", ())]
-        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none yet
+        content["played"] = [(int(n), np.atleast_1d(x)) for n, x in content.get("played", ())]
+        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none begun
         if not all(number >= 0 for number in numbers):
             raise ValueError(f"its counters are {numbers}")
-    except Exception as error:  # damage shows in many ways
+    except Exception as error:  # damaged files raise errors of many kinds
         maker = f", made by {content['script']}" if "script" in content else ""
         fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
     module, _, name = args.env_id.rpartition(":")
-    if module != "envpool":  # a module's code runs if the command line names it
+    if module != "envpool":  # only the command line may name a module to import
         args.env_id = name
     return content | {"args": args}
 
@@ -1264,12 +1273,15 @@ def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]
     try:
         agent.load_state_dict(checkpoint["agent"])
     except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        fail(f"{folder}: its agent does not fit the environment and the flags: {error}")
+        maker = checkpoint.get("script")
+        fail(
+            f"{folder}: its agent, by {maker}, does not fit the environment and the flags: {error}"
+        )
     return agent, args
 
 
 def drawn_env(args: Args) -> gym.Env:
-    """An environment whose frames can be drawn; one clear line if they can't."""
+    """An environment that can draw its frames; exits with one line if they can't."""
     if args.env_id.startswith("envpool:"):
         fail("--capture-video: of gymnasium's environments alone, not EnvPool's")
     if sys.platform == "linux":
@@ -1292,19 +1304,19 @@ def drawn_env(args: Args) -> gym.Env:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily, then with drawn actions as in training; returns the
+    """Play the run in `args.evaluate` greedily, then with sampled actions; returns the
     greedy returns. `capture_video` records it into its videos/."""
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
     greedy = play(args, "eval")
-    drawn = play(args, "drawn")
-    for name, returns in (("greedy", greedy), ("drawn", drawn)):
+    sampled = play(args, "sampled")
+    for name, returns in (("greedy", greedy), ("sampled", sampled)):
         print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return greedy
 
 
 @torch.no_grad()
 def play(args: Args, name: str) -> list[float]:
-    """Returns of `eval_episodes` episodes, printed under this name; those of "drawn" are drawn."""
+    """Returns of `eval_episodes` episodes, printed under this name; "sampled" is not greedy."""
     played = replace(args, seed=episode_seed(args.seed, 2**31))
     if args.capture_video:
         refuse_links(args.evaluate)
@@ -1317,13 +1329,13 @@ def play(args: Args, name: str) -> list[float]:
         envs = make_envs(played, 1)
     returns = []
     steps = 0
-    bar = tqdm(unit="step", leave=False, disable=None)  # frames take a while
+    bar = tqdm(unit="step", leave=False, disable=None)  # drawing frames takes a while
     with contextlib.closing(envs), bar:
         agent, _ = load(args.evaluate, envs)
         rng = np.random.default_rng(played.seed)
         while len(returns) < args.eval_episodes:
             policy, _ = agent.policy(as_tensors(envs.obs, agent.unit.device))
-            noise = agent.noise(rng, 1) if name == "drawn" else None
+            noise = agent.noise(rng, 1) if name == "sampled" else None
             envs.step(agent.choose_action(policy, noise).numpy())
             steps += 1
             bar.update()
@@ -1355,8 +1367,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """The list of the signals that have come. The first ends training after its iteration, the next
-    acts at once. Outside the main thread, which alone may handle signals, none is caught."""
+    """A list of the signals that have come. The first ends training after its iteration, the next
+    acts at once. Only the main thread can catch signals; elsewhere the list stays empty."""
     stop = []
 
     def handler(number, frame):
@@ -1374,7 +1386,7 @@ def stop_signals():
 
 
 def describe(agent: Agent, envs: Envs | WorkerEnvs, args: Args) -> list[str]:
-    """What is learned from, and the memory that it takes; one clear line if there is less."""
+    """What is learned from, and its memory; exits with one line if there is too little."""
     size = (args.num_steps + 1) * sum(x.nbytes for x in envs.obs)
     if size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
         fail(f"{size / 1e9:.0f} GB a rollout: less --num-steps, --num-envs or --resize")
@@ -1393,13 +1405,13 @@ def restore(agent: Agent, checkpoint: dict, folder: Path):
             for name in ("exp_avg", "exp_avg_sq"):
                 if state[name].shape != parameter.shape:
                     raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
-                state[name] = torch.empty_like(parameter).copy_(state[name])  # in its layout
+                state[name] = torch.empty_like(parameter).copy_(state[name])  # in the same layout
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         fail(f"{folder}: its checkpoint does not fit: {error!r}")
 
 
 def check_finite(iteration: int, values: dict):
-    """FloatingPointError that names the first value with a NaN or an infinity."""
+    """Raise FloatingPointError that names the first value with a NaN or an infinity."""
     for name, x in values.items():
         if not torch.as_tensor(x).isfinite().all():
             raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
@@ -1446,10 +1458,10 @@ def train(args: Args) -> Path:
 
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
-    """Say how to go on or to play; play and record, if that is wanted."""
+    """Print how to go on or to play; save the weights and record a video, if asked to."""
     script = f"python {shlex.quote(sys.argv[0])}"
     folder = shlex.quote(str(run.folder))
-    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be given again
+    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be named again
         folder += f" --env-id {run.args.env_id}"
     if run.status == "running":
         print(f"go on with: {script} --resume {folder}")
@@ -1465,7 +1477,7 @@ def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):  # a terminal may lack a folder's letters
+    for stream in (sys.stdout, sys.stderr):  # a terminal may not know all letters
         stream.reconfigure(errors="backslashreplace")
     args = parse_args()
     evaluate(args) if args.evaluate else train(args)

@@ -1,4 +1,4 @@
-"""python -m benchmark compare: is the new better or worse than the old, or can seeds not tell?"""
+"""python -m benchmark compare: are the new runs better or worse than the old ones?"""
 
 import sys
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ LEVEL = 0.05
 
 
 class Judgement(NamedTuple):
-    """Of B beside A."""
+    """How B compares with A."""
 
     probability: float  # P(B > A), mean over environments
     low: float  # end of its 95 % interval
@@ -28,7 +28,7 @@ class Judgement(NamedTuple):
 def judge(
     a: list[np.ndarray], b: list[np.ndarray], resamples: int = 10_000, seed: int = 0
 ) -> Judgement:
-    """From scores [seeds] by environment."""
+    """Judge B by the scores [seeds] of both on each environment."""
     probability = float(stats.improvement(*b, *a))
     ends = stats.interval(stats.improvement, [*b, *a], 1 - LEVEL, resamples, seed)
     low, high = map(float, ends)
@@ -42,17 +42,17 @@ def judge(
 
 
 def comparable(groups: Iterable[Group], metric: str) -> dict[str, Group]:
-    """Of one algorithm's groups, by environment: two finished seeds and more, of one length."""
+    """An algorithm's groups of two or more finished seeds of one length, by environment."""
     return {own.env_id: own for own in groups if not own.mixed and len(own.scores(metric)) > 1}
 
 
 def effect(
     old: Iterable[Group], new: Iterable[Group], metric: str
 ) -> tuple[list[tuple[Group, Group]], Judgement | None]:
-    """Pairs of an algorithm's groups and another's on the environments, in the order of their
-    names, where both can be compared; and how the other is judged there, None without any.
+    """Compare two algorithms on the environments where both can be compared.
 
-    The command's numbers and those of a page's tables are made here, so they agree to the digit.
+    Returns pairs of their groups, sorted by environment, and the judgement, which is None if there
+    is no pair. The command and the tables of the pages both use this, so they agree to the digit.
     """
     ours = comparable(old, metric)
     theirs = comparable(new, metric)
@@ -98,21 +98,21 @@ def compare(
     algorithm: tuple[str, str] | None = None,
     env_ids: tuple[str, ...] = (),
 ):
-    """Compare B, the new, to A, the old, on the environments that both have finished seeds on.
+    """Compare B, the new runs, with A, the old ones.
 
-    "improved" or "worse" if the 95 % interval of P(B > A), the probability that a run of B scores
-    above one of A, excludes 1/2 and a permutation test has p < 0.05; else "no evidence". Exit code
-    1 if something is worse, if a run of B is not finished or if B lacks what A has, 2 if nothing
-    is in common: an environment takes part if both have two finished seeds of one length of
-    training. Each algorithm is tested by itself: of many that have not changed, one in twenty
-    seems to have.
+    P(B > A) is the probability that a run of B scores above one of A. The verdict is "improved" or
+    "worse" if its 95 % interval excludes 1/2 and a permutation test has p < 0.05. Otherwise it is
+    "no evidence". An environment takes part if A and B have two finished seeds of one length of
+    training. Each algorithm is tested by itself, so one in twenty seems to have changed without
+    cause. The exit code is 1 if something is worse, if a run of B is not finished, or if B lacks
+    what A has. It is 2 if A and B have nothing in common.
 
     Args:
         a: folder of the old runs.
         b: folder of the new runs (default: that of A, with --algorithm).
-        metric: mean of the last 100 training episodes, or of the final policy's.
-        algorithm: compare this one of A to that one of B (default: each that both have).
-        env_ids: only on these environments (default: all).
+        metric: mean of the last 100 training episodes, or of the final policy's episodes.
+        algorithm: an algorithm of A and one of B (default: each that both have).
+        env_ids: environments to compare on (default: all).
     """
     if b is None and algorithm is None:
         refuse("compare takes two folders, or one and --algorithm X Y")

@@ -6,8 +6,8 @@
 
 A program that is not ours takes part if it leaves an `episodes.csv` (global_step, seconds, return,
 length; a row per training episode) and a `run.json` with "script", "seed", "status" ("finished" at
-the end) and "args" with "env_id". An "exp_name" there, if not the script's, names a variant. How it
-was started (programs.provenance) `run` records for it.
+the end) and "args" with "env_id". If "args" has an "exp_name" other than the script's, it names a
+variant. `run` records how the program was started (programs.provenance).
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class Run:
 
     def score(self, metric: str, games: int = 100) -> float:
         """Mean return of the last `games` training episodes or, in evaluation, of the episodes
-        that the final policy played; nan without any, or where one is not finite."""
+        that the final policy played; nan if there is none, or if one is not finite."""
         values = self.evaluation if metric == "evaluation" else self.returns[-games:]
         if not len(values) or not np.isfinite(values).all():
             return float("nan")
@@ -71,13 +71,13 @@ class Run:
 
 
 def plain(value: object, most: int = 500) -> str:
-    """As text on one line that any file can hold, of at most so many characters."""
+    """A value as printable text on one line, of at most `most` characters."""
     text = "".join(c if c.isprintable() else " " for c in str(value or ""))
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def without_module(env_id: str) -> str:
-    """An environment's id; of package.module:Id it is Id."""
+    """An environment's id without its module: Id for package.module:Id."""
     return re.sub(r"^[\w.]+:", "", env_id)
 
 
@@ -93,7 +93,7 @@ def read_table(text: str) -> np.ndarray:
     """The rows [episodes, 4] of an episodes.csv; a last row cut off in mid-write is left out.
 
     ValueError if it holds anything else: another header, words, rows of other widths, steps that
-    go back, as where two runs wrote into one file, or numbers too large to be scores.
+    go back (perhaps two runs wrote into one file), or numbers too large to be scores.
     """
     whole = text[: text.rfind("\n") + 1].replace("\r\n", "\n")
     header, _, body = whole.partition("\n")
@@ -105,7 +105,7 @@ def read_table(text: str) -> np.ndarray:
         return np.empty((0, len(COLUMNS)))
     try:
         table = np.loadtxt(io.StringIO(body), delimiter=",", ndmin=2, comments=None)
-    except ValueError as error:  # which goes on to advise the programmer
+    except ValueError as error:  # after a semicolon it advises the programmer
         raise ValueError(f"not a table of episodes: {str(error).partition(';')[0]}") from None
     if table.shape[1] != len(COLUMNS) or not np.isfinite(table[:, [0, 1, 3]]).all():
         raise ValueError("not a table of episodes: a row lacks a step or a time or a length")
@@ -119,7 +119,7 @@ def read_table(text: str) -> np.ndarray:
 
 
 def read_text(path: Path) -> str:
-    """An episodes.csv, packed or not; ValueError if it is larger than any."""
+    """An episodes.csv, packed or not; ValueError if it is larger than MOST_TABLE."""
     content = read_bytes(path, MOST_TABLE)
     if path.suffix == ".gz":
         with gzip.open(io.BytesIO(content)) as file:
@@ -149,21 +149,21 @@ def read_json(path: Path) -> dict:
 
 
 def there(path: Path) -> bool:
-    """Whether anything has this name, be it a link that leads nowhere."""
+    """Whether anything has this name, even a link that leads nowhere."""
     return os.path.lexists(path)
 
 
 def told(info: dict, job: dict) -> dict:
-    """What run.json says and, where it is silent, what `run` recorded when the run began."""
+    """The content of run.json, completed by what `run` recorded when the run began."""
     first, *later = job.get("starts") or [{}]
     info = first | info
     own = info.get("versions")
     if isinstance(own, dict) and first:
-        if later:  # its own are those of the last start
+        if later:  # run.json has the versions of the last start
             info["versions"] = own | first["versions"]
         else:
             info["versions"] = first["versions"] | own
-    if later:  # starts of what was cut off, with another source, hardware or versions
+    if later:  # the run was resumed with another source, hardware or versions
         info["resumed_with"] = later
     return info
 
@@ -176,7 +176,7 @@ def typed(name: str, value: object, kind: type):
 
 
 def whole(name: str, value: object) -> int:
-    """A whole number, be it in words; ValueError if it is none."""
+    """A value as a whole number, also if it is text; ValueError if it is none."""
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         if int(value) == float(value):
             return int(value)
@@ -184,8 +184,8 @@ def whole(name: str, value: object) -> int:
 
 
 def make_run(info: dict, text: str, job: dict) -> Run:
-    """A run from its run.json, the text of its episodes.csv and its job.json, {} without one. What
-    it can't use is an error."""
+    """A run from its run.json, the text of its episodes.csv and its job.json ({} if there is none).
+    ValueError if something in them can't be used."""
     table = read_table(text)
     info = told(info, job)
     args = typed("args", info.get("args") or {}, dict)
@@ -237,7 +237,7 @@ def make_run(info: dict, text: str, job: dict) -> Run:
 
 
 def scores(values: list) -> np.ndarray:
-    """Returns of the final policy [episodes]; ValueError if they are none."""
+    """Returns of the final policy [episodes]; ValueError if the values are no returns."""
     returns = np.array(typed("evaluation", values, list), float)
     if returns.ndim != 1 or (abs(returns[np.isfinite(returns)]) > LARGEST).any():
         raise ValueError("evaluation is no list of returns")
@@ -245,7 +245,7 @@ def scores(values: list) -> np.ndarray:
 
 
 def unreadable(place: Path, job: dict, error: Exception) -> Run:
-    """In the place of a run whose files hold what no run's should."""
+    """A stand-in for a run whose files can't be used."""
     kinds = {"env_id": str, "script": str, "variant": str, "seed": int}
     said = {name: job[name] for name, kind in kinds.items() if isinstance(job.get(name), kind)}
     said = {"env_id": "unknown", "script": "unknown", "seed": 0} | said
@@ -284,30 +284,30 @@ def read_committed(path: Path) -> Run:
     """A run from its table in results; `path` is that of the .json."""
     text = read_text(path.with_suffix(".csv.gz"))
     variant = path.stem.rpartition("-s")[0]
-    job = {"script": path.parent.name, "variant": variant}  # run.json names what that imports
+    job = {"script": path.parent.name, "variant": variant}  # run.json names what that one imports
     return make_run(load_json(path), text, job)
 
 
 def read(place: Path) -> Run:
-    """The run there or, if its files hold what no run's should, one that says so."""
+    """The run at a place or, if its files can't be used, a stand-in that says why."""
     job = read_json(place / "job.json")
     try:
         run = read_place(place)
-    except Exception as error:  # any, so that one run does not cost a report
+    except Exception as error:  # of any kind: one bad run must not cost the report
         run = unreadable(place, job, error)
     run.place = place
     return run
 
 
 def read_place(place: Path) -> Run:
-    """The run there, a committed one, a job or a script's own; an error if it is none."""
+    """The run at a place: a committed one, a job's or a script's own. An error if there is none."""
     if place.suffix == ".json" and not is_run(place):
         return read_committed(place)
     if there(place / "job.json"):
         return read_job(place)
     if there(place / "run.json"):
         return read_folder(place)
-    list(place.iterdir())  # an error again, or it can be listed now
+    list(place.iterdir())  # the error, if it still can't be listed
     raise ValueError("it could not be listed, or its run is gone")
 
 
@@ -317,12 +317,12 @@ def real(path: Path) -> Path:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a job's or a run's, be its files what they may."""
+    """Whether a folder is a job's or a run's, whatever its files hold."""
     return there(folder / "job.json") or there(folder / "run.json")
 
 
 def entries(folder: Path) -> tuple[list[Path], list[Path]]:
-    """What may hold runs in a folder, by name: folders and committed tables, and links."""
+    """What may hold runs in a folder, sorted by name: (folders and committed tables, links)."""
     plain = []
     links = []
     for path in sorted(folder.iterdir()):
@@ -335,15 +335,15 @@ def entries(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def search(top: Path) -> Iterator[Path]:
-    """Where there are runs in or under a folder, each once: a link to what lies there, or to a
-    folder that holds all of it, adds nothing. A folder that can't be listed is among them."""
+    """The places of runs in or under a folder, each once. A link adds nothing if it leads to one of
+    them, or to a folder that holds them all. A folder that can't be listed counts as a place."""
     if not top.is_dir():
         refuse(f"{top}: no such folder")
     start = real(top)
     seen = set()  # real paths
-    runs = set()  # of these, where a run is
+    runs = set()  # those of them that hold a run
     left = [(top, start)]
-    links = []  # they wait: a run goes by its own name, not by theirs
+    links = []  # they come last, so that a run is found under its own name
     while left or links:
         if left:
             path, here = left.pop()
@@ -399,14 +399,14 @@ def committed(job: dict, results: Path) -> Path:
 
 
 def commit(run_folder: Path, job: dict, evaluation: list[float], results: Path):
-    """Write a run's table, seconds whole and returns to two places, and its run.json, with what
-    `run` knows of it, into `results`."""
+    """Write a run into `results`: its table, with whole seconds and returns of two decimals, and
+    its run.json, with what `run` knows of it."""
     table = read_table(read_text(run_folder / "episodes.csv"))
     text = io.StringIO()
     head = ",".join(COLUMNS)
     np.savetxt(text, table, fmt="%d,%.0f,%.2f,%d", header=head, comments="")
     info = {"seed": job["seed"]} | told(load_json(run_folder / "run.json"), job)
-    info["args"] = {"env_id": job["env_id"]} | (info.get("args") or {})  # where it tells neither
+    info["args"] = {"env_id": job["env_id"]} | (info.get("args") or {})  # if it has no such entry
     if len(table):
         info["global_step"] = int(table[-1, 0])
     info["command"] = job["command"].replace(str(run_folder), "RUN")
@@ -429,7 +429,7 @@ class Scale:
 
 
 def cell(text: str | None) -> int | float | str | None:
-    """What a table's cell says: a number as one, None if it is empty."""
+    """A table's cell as a number or a text; None if it is empty."""
     for kind in (int, float):
         with contextlib.suppress(ValueError, TypeError):
             return kind(text)
@@ -444,7 +444,7 @@ def read_csv(path: Path) -> list[dict]:
 
 
 def read_scales(path: Path) -> dict[str, Scale]:
-    """From a table of env_id, low, high and source; refuses what is none."""
+    """Scales by environment, from a table of env_id, low, high, source; refuses other files."""
     scales = {}
     try:
         for row in read_csv(path):

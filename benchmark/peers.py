@@ -3,12 +3,12 @@
     python benchmark/peers.py sb3 ppo_continuous_action.py --env-id HalfCheetah-v4 --num-envs 4
     python benchmark/peers.py bare ppo.py --env-id CartPole-v1 --total-timesteps 100000
 
-`sb3` trains Stable-Baselines3's PPO with the hyper-parameters the script would have: its own parser
-reads the flags. With --env-workers, however many, each of SB3's environments has its own process.
-Beside a script with other hyper-parameters than SB3's it has CleanRL's settings for continuous
-actions. `bare` steps the script's environments with random actions and does nothing else. Both
-leave a run.json with the number of environment steps. A script takes part if it has `parse_args`
-and `make_env`.
+`sb3` trains Stable-Baselines3's PPO with the script's hyper-parameters: the script's own parser
+reads the flags. If the script's hyper-parameters are not those of clipped PPO, SB3 gets CleanRL's
+settings for continuous actions. With --env-workers each of SB3's environments has its own process.
+`bare` steps the script's environments with random actions and does nothing else. Both leave a
+run.json with the number of environment steps. A script takes part if it has `parse_args` and
+`make_env`.
 """
 
 import importlib
@@ -43,7 +43,7 @@ def parse(script: str, flags: list[str]):
 
 
 def clipped(args):
-    """The arguments that SB3 is to equal, of clipped PPO."""
+    """The hyper-parameters that SB3 gets: the script's if it is clipped PPO, or else CleanRL's."""
     if hasattr(args, "num_steps") and hasattr(args, "num_minibatches"):
         return args
     same = ("env_id", "seed", "total_timesteps", "cuda", "num_threads")
@@ -103,11 +103,11 @@ def sb3_model(module, args):
 
 
 def sb3(module, args) -> int:
-    """Train; the environment steps done."""
+    """Train SB3's PPO; returns the number of environment steps."""
     args = clipped(args)
     model = sb3_model(module, args)
     batch = args.num_envs * args.num_steps
-    if args.total_timesteps >= batch:  # else nothing is trained, as in ours
+    if args.total_timesteps >= batch:  # a shorter run trains nothing, as in our scripts
         model.learn(args.total_timesteps // batch * batch)
     return model.num_timesteps
 
@@ -116,7 +116,7 @@ def sb3(module, args) -> int:
 
 
 def bare(module, args) -> int:
-    """Step with random actions; the environment steps done."""
+    """Step with random actions; returns the number of environment steps."""
     envs = [module.make_env(args.env_id) for _ in range(args.num_envs)]
     for env in envs:
         env.reset(seed=args.seed)

@@ -2,9 +2,9 @@
 
     python -m benchmark.player SCRIPT
 
-imports what SCRIPT imports, once. Each line on its standard input is a JSON object: "argv", a
-script and its flags, and "log", a file for what it says. A copy of this process runs it; its exit
-code is a line on standard output.
+imports what SCRIPT imports, once. Each line on standard input is a JSON object: "argv" holds a
+script and its flags, "log" names a file for its output. A copy of this process runs the script. Its
+exit code is then written as a line on standard output.
 """
 
 import ast
@@ -30,7 +30,7 @@ def imported(script: Path) -> list[str]:
 
 
 def run_script(argv: list[str], log: str):
-    """In a copy of this process: run it as a program, and end."""
+    """Run a script as a program, in a copy of this process, and end the copy."""
     said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -1,4 +1,4 @@
-"""Programs that train, as run, speed and tune start them: commands, provenance, locks, logs."""
+"""What run, speed and tune need to start programs: commands, provenance, locks, logs."""
 
 import contextlib
 import fcntl
@@ -43,7 +43,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def at_least(least: float, **flags: float):
-    """Refuse flags below what they must be."""
+    """Refuse flags whose values are below `least`."""
     for name, value in flags.items():
         if not least <= value < math.inf:
             refuse(f"--{name.replace('_', '-')} {value}: must be at least {least}")
@@ -53,12 +53,12 @@ def at_least(least: float, **flags: float):
 
 
 def is_file(word: str) -> bool:
-    """Whether a word of a command names a file; no error where it is too long for a name."""
+    """Whether a word of a command names a file; no error if it is too long for a name."""
     return os.path.isfile(word)  # noqa: PTH113
 
 
 def split(command: str) -> list[str]:
-    """A command's words, if its program and its script are there."""
+    """A command's words. It refuses a command whose program or script is missing."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -72,18 +72,18 @@ def split(command: str) -> list[str]:
 
 
 def script_at(words: list[str]) -> int | None:
-    """Where in a command the script's name stands."""
+    """The index of the script among a command's words; None if there is none."""
     return next((i for i, word in enumerate(words) if word.endswith(".py")), None)
 
 
 def executable(words: list[str]) -> list[str]:
-    """A command with this Python, whatever `python` or `torchrun` is on the path."""
+    """A command's words with this Python, whatever `python` or `torchrun` is on the path."""
     ours = {"python": [], "python3": [], "torchrun": ["-m", "torch.distributed.run"]}
     return [sys.executable, *ours[words[0]], *words[1:]] if words[0] in ours else words
 
 
 def given_twice(words: list[str], flags: Iterable[str]) -> str:
-    """One of these flags that the command has, too; empty if there is none."""
+    """One of these flags that the command also has; empty if there is none."""
     own = {word.partition("=")[0].replace("_", "-") for word in words}
     return min(own & set(flags), default="")
 
@@ -96,7 +96,7 @@ def env_workers(words: list[str]) -> int:
 
 
 def warn_of_cores(words: list[str], workers: int):
-    """Say so if so many jobs at once of this command want more cores than there are."""
+    """Warn if `workers` jobs of this command want more cores than there are."""
     each = env_workers(words)
     cores = len(os.sched_getaffinity(0))
     if each > 1 and workers * each > cores:
@@ -108,13 +108,13 @@ def warn_of_cores(words: list[str], workers: int):
 
 
 def kill_group(leader: int):
-    """End a process that was started in a session of its own, and all that it has started."""
+    """End a process that leads a session of its own, and all that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
 
 def episodes_told(text: str) -> list[float]:
-    """The returns that a script's --evaluate says."""
+    """The returns that a script's --evaluate prints."""
     found = re.findall(r"eval_episode=\d+, episodic_return=(\S+)", text)
     return [float(episodic_return) for episodic_return in found]
 
@@ -124,10 +124,11 @@ def how_it_ended(code: int) -> str:
 
 
 def provenance(words: list[str], environment: Mapping[str, str] = os.environ) -> dict:
-    """What a reader needs to believe or repeat a run, of a command that is about to start.
+    """What a reader needs to believe or repeat a run of this command, which is about to start.
 
-    Commit and source are of its script, versions of its Python, {} if it names none; `processes`
-    those that torchrun's flags ask for, None if only torchrun knows. What is not known is None.
+    Commit and source are those of its script. Versions are those of its Python, {} if it names
+    none. `processes` is the number that torchrun's flags ask for, None if only torchrun knows it.
+    What is not known is None.
     """
 
     def said(*command: str) -> str | None:
@@ -151,7 +152,7 @@ def provenance(words: list[str], environment: Mapping[str, str] = os.environ) ->
     shown = environment.get("CUDA_VISIBLE_DEVICES")
     if shown not in ("", "-1"):
         query = "nvidia-smi", "--query-gpu=name", "--format=csv,noheader"
-        gpus = (shown and said(*query, f"--id={shown}")) or said(*query)  # parts have no such id
+        gpus = (shown and said(*query, f"--id={shown}")) or said(*query)  # a GPU's part has no id
     sizes = re.findall(r"--(?:nproc[-_]per[-_]node|nnodes)[= ](\S+)", " ".join(before))
     gpu = ", ".join(gpus.splitlines()) if gpus else None
     return {
@@ -168,8 +169,8 @@ def provenance(words: list[str], environment: Mapping[str, str] = os.environ) ->
 
 
 def plain_file(path: str, flags: int) -> int:
-    """An opener for open(): OSError if the path leads to no plain file. A pipe would wait for ever,
-    and a device would never end."""
+    """An opener for open(): OSError if the path leads to no plain file. Reading a pipe would wait
+    for ever, and a device would never end."""
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -178,7 +179,7 @@ def plain_file(path: str, flags: int) -> int:
 
 
 def no_link(path: str, flags: int) -> int:
-    """An opener of plain files to write, which follows no link: it may lead anywhere."""
+    """An opener for writing plain files. It follows no link, because a link may lead anywhere."""
     if Path(path).is_symlink():
         raise OSError(f"a link, which is not followed: {path}")
     return plain_file(path, flags | os.O_NOFOLLOW)
@@ -206,7 +207,7 @@ def lock(path: Path, wait: bool = False) -> TextIO | None:
 
 
 def locked(folder: Path) -> bool:
-    """Whether a process of this job lives. A lock that can't be opened is held by none."""
+    """Whether a process of this job lives. If the lock can't be opened, no process holds it."""
     try:
         file = lock(folder / "lock")
     except OSError:
@@ -217,7 +218,7 @@ def locked(folder: Path) -> bool:
 
 
 def write_bytes(path: Path, content: bytes):
-    """Whole or not at all. A link there is replaced, not followed."""
+    """Write a file whole or not at all. A link there is replaced, not followed."""
     temporary = path.with_name(f"{path.name}.{uuid4().hex}")  # two commands may write it at once
     try:
         temporary.write_bytes(content)
@@ -227,7 +228,7 @@ def write_bytes(path: Path, content: bytes):
 
 
 def strict(value: object) -> object:
-    """As JSON can hold it: null for a number that is not finite."""
+    """A value as JSON can hold it, with null for numbers that are not finite."""
     if isinstance(value, dict):
         return {name: strict(own) for name, own in value.items()}
     if isinstance(value, list | tuple):
@@ -238,13 +239,13 @@ def strict(value: object) -> object:
 
 
 def write_json(path: Path, content: dict):
-    """Whole or not at all."""
+    """Write a JSON file whole or not at all."""
     text = json.dumps(strict(content), indent=2, allow_nan=False)
     write_bytes(path, f"{text}\n".encode())
 
 
 def remove(path: Path):
-    """A folder with all that is in it, a file, or a link but not what it leads to."""
+    """Remove a folder with all that is in it, a file, or a link but not what it leads to."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -264,8 +265,8 @@ def tail(path: Path, lines: int = 6) -> list[str]:
 
 
 def last_word(path: Path) -> str:
-    """The last line of a log or, if it ends with a frame, as tyro's errors do, what that says up to
-    the first line across."""
+    """The last line of a log. If the log ends with a frame, as tyro's errors do, it is the text in
+    the frame, up to its first line across."""
     lines = tail(path, 40)
     if lines and lines[-1].startswith("╰"):
         top = max((i for i, line in enumerate(lines) if line.startswith("╭")), default=-1)
@@ -282,7 +283,7 @@ def duration(seconds: float) -> str:
 
 
 def aligned(rows: list[list[str]], left: Iterable[int] = (0,)) -> str:
-    """Rows of cells as lines; columns are flush right, but those in `left`."""
+    """Rows of cells as lines. The columns in `left` are flush left, the others flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

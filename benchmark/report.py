@@ -23,14 +23,14 @@ from benchmark.programs import duration, refuse
 Metric = Literal["training", "evaluation"]
 GOALS = (0.5, 0.9)  # of the normalised scale
 POINTS = 100  # of a learning curve
-MOST = 8  # algorithms that are compared in pairs, as there are colours
+MOST = 8  # algorithms that are compared in pairs: there are as many colours
 GAMES = 100  # training episodes whose mean is a training score
 METRICS = {
     "training": f"mean return of the last {GAMES} training episodes",
     "evaluation": "mean return of the final policy",
 }
 REASONS = {"running": "cut off or still at it", "missing": "not begun"}
-# Okabe and Ito's colours, told apart by the colour-blind too
+# Okabe and Ito's colours, which the colour-blind can tell apart, too
 COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7"),
     *("#56B4E9", "#E69F00", "#000000", "#999999"),
@@ -52,14 +52,14 @@ class Group:
         return [run for run in self.runs if run.status == "finished"]
 
     def scores(self, metric: str) -> np.ndarray:
-        """Of the finished runs that have one, [seeds]."""
+        """Scores [seeds] of the finished runs that have one."""
         values = np.array([run.score(metric, GAMES) for run in self.finished])
         return values[np.isfinite(values)]
 
 
 def group(runs: Iterable[data.Run]) -> list[Group]:
-    """Runs of different budgets are never in one group; one that says none joins the largest, but
-    not if it is finished. Those that can't be read are in none."""
+    """Groups of runs, each of one budget. An unfinished run that tells no budget joins the largest
+    group. Runs that can't be read are in none."""
     by_place = defaultdict(list)
     for run in runs:
         if run.status != "unreadable":
@@ -85,7 +85,7 @@ def must_have(runs: Iterable[data.Run], name: str, wanted: Iterable[str]):
 
 
 def only(runs: Iterable[data.Run], name: str, wanted: Iterable[str]) -> list[data.Run]:
-    """The runs with such an env_id or algorithm, and those that can't be read: they may be."""
+    """The runs with such an env_id or algorithm, and those that can't be read."""
     return [run for run in runs if getattr(run, name) in wanted or run.status == "unreadable"]
 
 
@@ -100,9 +100,11 @@ def observed(groups: Iterable[Group], env_id: str, metric: str) -> Scale:
 
 
 def compared(groups: list[Group], metric: str) -> list[tuple[dict, list[str]]]:
-    """What can be compared over environments: ({algorithm: its groups}, environments) of all
-    algorithms. If no environment has finished runs of all, of those that some environment has, on
-    all environments that have them: at most one comparison for each environment."""
+    """The comparisons over environments, each as ({algorithm: its groups}, environments).
+
+    If some environments have finished runs of all algorithms, there is one comparison of all on
+    these. Or else there is one for each set of algorithms that some environment has.
+    """
     whole = {name: {} for name in sorted({member.algorithm for member in groups})}
     there = defaultdict(set)  # by environment
     for member in groups:
@@ -149,7 +151,7 @@ def estimate(scores: np.ndarray) -> str:
 
 
 def unmarked(cell: object) -> str:
-    """Of a markdown table: on one line, and neither a tag, a link nor the end of the cell."""
+    """A cell of a markdown table on one line, without tags, links or an end of the cell in it."""
     text = " ".join(str(cell).split()).replace("|", "\\|").replace("](", "]\\(")
     return re.sub(r"<(?=[a-zA-Z/!?])", "&lt;", text)
 
@@ -162,7 +164,7 @@ def table(header: str, rows: Iterable[Iterable], rule: str = " --- ") -> str:
 
 
 def run_row(run: data.Run) -> dict:
-    """Of runs.csv."""
+    """A run's row in runs.csv."""
     names = ("env_id", "algorithm", "seed", "status", "reason", "budget", "hours")
     row = {name: getattr(run, name) for name in names}
     row["reason"] = run.reason or REASONS.get(run.status, "")
@@ -179,7 +181,7 @@ def summary(groups: Iterable[Group]) -> list[dict]:
         row = {"env_id": member.env_id, "algorithm": member.algorithm, "budget": member.budget}
         row |= {"metric": metric, "runs": len(member.runs), "seeds": len(scores)}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of no seed, and of the std of one
+            warnings.simplefilter("ignore")  # about no seed, and about the std of one
             row |= {"mean": np.mean(scores), "std": np.std(scores, ddof=1)}
             row |= {"median": np.median(scores), "iqm": stats.iqm(scores)}
             row["iqm_low"], row["iqm_high"] = map(float, stats.interval(stats.iqm, [scores]))
@@ -194,7 +196,7 @@ def listed(rows: list[dict]) -> str:
 
 
 def normalised(members: list[Group], metric: str, scales: dict[str, Scale]) -> list[np.ndarray]:
-    """[seeds] of each environment."""
+    """Normalised scores [seeds] of each environment."""
     scores = []
     for member in members:
         scale = scales[member.env_id]
@@ -283,14 +285,14 @@ def panels(n: int):
     for axis in axes[:n]:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-        ticks = {"nbins": 5, "steps": (1, 2, 2.5, 5, 10)}  # half of the time goes into their texts
+        ticks = {"nbins": 5, "steps": (1, 2, 2.5, 5, 10)}  # few: half of the time is their texts'
         axis.xaxis.set_major_locator(MaxNLocator(**ticks))
         axis.yaxis.set_major_locator(MaxNLocator(**ticks))
     return figure, axes[:n]
 
 
 def add_legend(figure, looks: dict[str, dict]):
-    """A legend below the axes, for which the figure grows: it covers no curve and is never cut."""
+    """Add a legend below the axes. The figure grows, so the legend covers no curve and is whole."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], **look) for look in looks.values()]
@@ -311,9 +313,9 @@ def add_legend(figure, looks: dict[str, dict]):
 
 
 def lay_out(figure, below: float):
-    """Room around and between the axes, in inches, with so much below them for a legend. It is
-    enough for numbers of seven digits and titles of two lines; to measure all texts, as
-    matplotlib's layouts do, takes as long as to draw them."""
+    """Set the room around and between the axes, with `below` inches for a legend. It is enough for
+    numbers of seven digits and titles of two lines. matplotlib's own layouts measure all texts,
+    which takes as long as drawing them."""
     width, height = figure.get_size_inches()
     grid = figure.axes[0].get_gridspec()
     left = 0.95
@@ -335,8 +337,8 @@ def lay_out(figure, below: float):
 
 
 def save(figure, looks: dict[str, dict], output: Path, name: str, svg: bool = True):
-    """Write the figure, with its legend below, as png and, if wanted, as svg. By the canvases:
-    `savefig` draws everything twice for each file."""
+    """Write the figure, with its legend below, as png and, if wanted, as svg. The canvases write
+    it, because `savefig` draws everything twice for each file."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -351,8 +353,9 @@ def save(figure, looks: dict[str, dict], output: Path, name: str, svg: bool = Tr
 
 
 def band(*lines: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]:
-    """Of seeds' curves (x, y) on each environment: a grid from where all have 20 episodes to where
-    the first ends, the IQM on it and the ends of its interval, each [POINTS]."""
+    """A grid, the IQM on it and the ends of its interval, each [POINTS], from seeds' curves (x, y)
+    on each environment. The grid begins where all have 20 episodes, and ends where the first one
+    ends."""
     every = [line for own in lines for line in own]
     start = max(x[min(len(x), 20) - 1] for x, _ in every)
     grid = np.linspace(start, max(start, min(x[-1] for x, _ in every)), POINTS)
@@ -362,15 +365,16 @@ def band(*lines: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]:
 
 
 def plot_band(axis, look: dict, *lines: list[tuple[np.ndarray, np.ndarray]]):
-    """The IQM of such curves with its interval."""
+    """Draw the IQM of such curves with its interval."""
     grid, middle, low, high = band(*lines)
     axis.plot(grid, middle, **look, linewidth=1.8)
     axis.fill_between(grid, low, high, color=look["color"], alpha=0.18, linewidth=0)
 
 
 def plot_curves(axes, groups: list[Group], by: Literal["steps", "hours"], looks: dict):
-    """Learning curves, an environment on each of the axes, in the order of the groups; `looks` of
-    each algorithm's lines. Thin: single seeds, of fewer than three or not finished."""
+    """Draw learning curves, an environment on each of the axes, in the order of the groups. `looks`
+    has the style of each algorithm's lines. Thin lines are single seeds: where there are fewer than
+    three, and where a run is not finished."""
     from matplotlib.ticker import EngFormatter
 
     each = groupby(groups, key=lambda member: member.env_id)
@@ -399,7 +403,7 @@ def plot_curves(axes, groups: list[Group], by: Literal["steps", "hours"], looks:
 
 
 def plot_profile(axis, algorithms: dict, metric: str, scales: dict, looks: dict):
-    """Performance profiles of {algorithm: its groups}."""
+    """Draw the performance profiles of {algorithm: its groups}."""
     scores = {name: normalised(own, metric, scales) for name, own in algorithms.items()}
     every = np.concatenate([x for own in scores.values() for x in own])
     taus = np.linspace(min(0.0, every.min()), max(1.0, every.max()), POINTS + 1)
@@ -427,7 +431,7 @@ p { overflow-x: auto }
 
 
 def webpage(text: str, output: Path) -> str:
-    """A markdown page as one that needs nothing else: the figures are in it."""
+    """A markdown page as HTML that needs no other file: the figures are in it."""
     from markdown_it import MarkdownIt
 
     def image(found: re.Match) -> str:
@@ -455,21 +459,22 @@ def write_csv(path: Path, rows: list[dict]):
         table.writerows({key: cell(value) for key, value in row.items()} for row in rows)
 
 
-CURVES = """IQM over finished seeds, as far as all of them got, with a pointwise 95 % interval;
-thin: single seeds where fewer than three are finished, and runs that are not."""
-GOAL = f"""When the mean of the last {GAMES} training episodes, of at least 20, first reached a
-goal on the normalised scale. A seed that never did counts as later than all others. Time is of
-training on the machine named in runs.csv."""
-SCALES = """Where no scale is known, the worst and the best of these runs stand in, which says
-nothing beyond them."""
+CURVES = """Thick lines are the IQM over finished seeds, as far as all of them got, with a pointwise
+95 % interval. Thin lines are single seeds: where fewer than three are finished, and runs that are
+not."""
+GOAL = f"""This is when the mean of the last {GAMES} training episodes, or of at least 20, first
+reached a goal on the normalised scale. A seed that never did counts as later than all others. Time
+is that of training, on the machine named in runs.csv."""
+SCALES = """Where no scale is known, the worst and the best of these runs are its ends. Such a scale
+says nothing beyond these runs."""
 COVERED = (f"{100 * p:.0f} % ({seeds} x {envs})" for (seeds, envs), p in stats.COVERAGE.items())
-METHOD = f"""IQM: interquartile mean, the mean without the lowest and highest quarter of runs,
-rounded down to whole runs (Agarwal et al., 2021). Over environments it pools all runs; environments
-weigh the same in it, as in mean, median and optimality gap (to 1). P(X > Y): the probability that a
-run of X scores above one of Y, ties counted half, mean over environments. Intervals: percentile
-bootstrap over seeds, stratified by environment; of normal scores, a 95 % interval of the IQM covers
-the truth in (seeds x environments) {", ".join(COVERED)}. A single seed has no interval; one from 1
-to 1 says that all runs of X beat all of Y, not that it is certain."""
+METHOD = f"""IQM is the interquartile mean: the mean without the lowest and highest quarter of runs,
+rounded down to whole runs (Agarwal et al., 2021). Over environments it pools all runs. Environments
+weigh the same in it, as in mean, median and optimality gap (to 1). P(X > Y) is the probability that
+a run of X scores above one of Y, as a mean over environments; ties count half. Intervals are those
+of a percentile bootstrap over seeds, stratified by environment. With normal scores, a 95 % interval
+of the IQM covers the truth in (seeds x environments) {", ".join(COVERED)}. A single seed has no
+interval. An interval from 1 to 1 says that all runs of X beat all of Y, not that it is certain."""
 
 
 def report(
@@ -482,16 +487,16 @@ def report(
 ):
     """Write report.md, index.html (one page that opens offline), runs.csv, summary.csv and figures.
 
-    Ends with exit code 1, after everything is written, if a run can't be read, is not finished or
-    has no score.
+    The exit code is 1 if a run can't be read, is not finished or has no score. Everything is
+    written before.
 
     Args:
-        folders: where runs are: folders of `run`, run folders, committed results.
-        output: a folder for what is written, made if it isn't there.
-        metric: what is compared over environments; both are in the tables.
-        algorithms: only these, as a report names them (default: all).
-        env_ids: only these environments (default: all).
-        scales: a table of env_id, low, high, source: the returns that count as 0 and as 1.
+        folders: folders with runs: those of `run`, run folders, committed results.
+        output: folder for the report, made if it isn't there.
+        metric: score that is compared over environments; the tables have both.
+        algorithms: algorithms to report, as a report names them (default: all).
+        env_ids: environments to report (default: all).
+        scales: table of env_id, low, high, source: the returns that count as 0 and as 1.
     """
     runs = data.find(folders)
     for name, wanted in (("env_id", env_ids), ("algorithm", algorithms)):

@@ -2,16 +2,17 @@
 
 Every job has a folder, runs-dir/<env>/<script>/<variant>-s<seed>:
 
-    job.json         the command, how it ended, and in "starts" the source, commit, versions and
-                     hardware that it began with; after that those that it was resumed with, if
-                     any but the commit had changed
+    job.json         the command and how it ended; "starts" has the source, commit, versions and
+                     hardware that it began with, and those of each resumption in which any of
+                     them but the commit had changed
     run/             the script's own run folder
     log.txt          what the script said
     evaluation.json  returns of the final policy
     lock             held by the job's processes as long as one of them lives
 
-All state is in these files: a command given again skips what is finished, resumes what was cut off,
-tries again what failed, and waits for what another command, or a killed one, left running.
+All state is in these files. A command given again skips jobs that are finished, resumes those that
+were cut off, and tries failed ones again. It waits for jobs that run already: another command runs
+them, or a killed one has left them.
 """
 
 import contextlib
@@ -39,8 +40,8 @@ from benchmark.verify import MOST, NotKept, keep, weight
 
 STOPPED = {-15, 128 + 15, -2, 128 + 2, -10, 128 + 10}  # by SIGTERM, SIGINT or SIGUSR1
 PLACES = ("{env_id}", "{seed}", "{run_dir}")  # in the command of a program that is not ours
-OURS = ("--env-id", "--seed", "--run-dir")  # what each job is given
-KINDS = {  # of what job.json holds
+OURS = ("--env-id", "--seed", "--run-dir")  # the flags that each job is given
+KINDS = {  # types of what job.json holds
     "env_id": str, "script": str, "variant": str, "seed": int, "asked": str, "command": str,
     "foreign": bool, "done": bool, "reason": str, "eval_episodes": int, "starts": list,
     "policy": str,
@@ -51,29 +52,29 @@ KINDS = {  # of what job.json holds
 
 
 class Ended(Exception):
-    """A program did not end well, and how; without a word if it was stopped."""
+    """A program did not end well. The message says how, and is empty if the program was stopped."""
 
 
 @dataclass(eq=False)
 class Work:
-    """A job, and what is done for it: train or go on, play the final policy, leave a table."""
+    """A job: it trains or goes on, plays the final policy, and leaves a table."""
 
     folder: Path
     results: Path | None
-    variables: dict[str, str] = field(default_factory=dict)  # of its programs
+    variables: dict[str, str] = field(default_factory=dict)  # of its programs' environment
     process: subprocess.Popen | None = None
     stopped: bool = False  # by SIGTERM
     lock: TextIO | None = None
     slurm_id: str = ""
     broken: str = ""  # why its folder can't be used
-    keep: bool = False  # its policy, too, in results
+    keep: bool = False  # also keep its policy in results
 
     def __call__(self):
-        with contextlib.suppress(ValueError):  # in a thread, which gets none
+        with contextlib.suppress(ValueError):  # in a thread, which gets no signals
             signal.signal(signal.SIGTERM, lambda *_: self.stop())
         try:
             held = self.hold()
-        except OSError as error:  # as where its lock is a link
+        except OSError as error:  # for example, its lock is a link
             self.write(self.read() | {"done": False, "reason": str(error)})
             return
         if not held:
@@ -93,7 +94,7 @@ class Work:
         return "/".join(self.folder.parts[-3:])
 
     def hold(self) -> TextIO | None:
-        """Its lock, when it is free; None if it is stopped before."""
+        """Wait for its lock; None if the job is stopped before."""
         while not self.stopped:
             held = lock(self.folder / "lock")
             if held:
@@ -102,7 +103,7 @@ class Work:
         return None
 
     def load(self) -> dict:
-        """What job.json says, empty if there is none; an error if it says what it can't."""
+        """The content of job.json, empty if there is none; ValueError if a type is wrong."""
         path = self.folder / "job.json"
         job = data.load_json(path) if data.there(path) else {}
         for name, kind in KINDS.items():
@@ -113,7 +114,7 @@ class Work:
         return job
 
     def read(self) -> dict:
-        """What job.json says, and that it is not done if it can't be read."""
+        """The content of job.json; if it can't be read, one of a job that is not done."""
         try:
             job = self.load()
         except (OSError, ValueError) as error:
@@ -124,7 +125,7 @@ class Work:
         write_json(self.folder / "job.json", job)
 
     def stop(self, kill: bool = False):
-        """Ask the program to end, once, or end it."""
+        """Ask the program to end, but only once; or kill it."""
         if self.process and kill:
             self.process.kill()
         elif self.process and not self.stopped:
@@ -132,11 +133,12 @@ class Work:
         self.stopped = True
 
     def environment(self) -> dict[str, str]:
-        """Of its programs."""
+        """The environment variables of its programs."""
         return {"OMP_NUM_THREADS": "1"} | os.environ | self.variables
 
     def record(self, job: dict, words: list[str], resumed: bool):
-        """Note in job.json what the command is started with, or resumed with if that is another."""
+        """Note in job.json what the command is started with. What a run is resumed with is noted if
+        it has changed."""
         now = programs.provenance(executable(words), self.environment())
         starts = job["starts"] if resumed else []
         same = ("source_sha256", "versions", "hardware")
@@ -146,7 +148,7 @@ class Work:
         self.write(job)
 
     def start(self, words: list[str]):
-        """Run a command to its end. SIGTERM is handed on to it."""
+        """Run a command to its end, and hand SIGTERM on to it."""
         if self.stopped:
             raise Ended
         path = self.folder / "log.txt"
@@ -157,7 +159,7 @@ class Work:
                 executable(words), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env=self.environment(), start_new_session=True, pass_fds=[self.lock.fileno()],
             )  # fmt: skip
-            if self.stopped:  # meanwhile
+            if self.stopped:  # since the question above
                 self.process.terminate()
             code = self.process.wait()
         if code in STOPPED or (code and self.stopped):
@@ -173,7 +175,7 @@ class Work:
         if data.read_json(run / "run.json").get("status") == "finished":
             return
         resumed = not job["foreign"] and (run / "checkpoint.pt").exists()
-        if resumed:  # the id again, for an id that names a module: it says that its code may run
+        if resumed:  # the id is given again: if it names a module, this lets the module's code run
             words = words[: script_at(words) + 1]
             words += ["--resume", str(run), "--env-id", job["env_id"]]
         else:
@@ -189,7 +191,7 @@ class Work:
         run = self.folder / "run"
         log = self.folder / "log.txt"
         returns = self.played()
-        data.read_folder(run, job)  # which must be possible
+        data.read_folder(run, job)  # an error if the run can't be read
         if job["eval_episodes"] not in (0, len(returns)):
             words = shlex.split(job["command"])
             flags = ["--evaluate", str(run), "--env-id", job["env_id"]]
@@ -211,7 +213,7 @@ class Work:
                 job["policy"] = str(why)
 
     def played(self) -> list:
-        """Returns of the final policy, empty if it has not played. A file that holds none goes."""
+        """Returns of the final policy, empty if it has not played; deletes a file without any."""
         path = self.folder / "evaluation.json"
         if not data.there(path):
             return []
@@ -224,7 +226,7 @@ class Work:
         return returns
 
     def checkpoint(self):
-        """On Slurm's warning: stop the script, which saves, and be queued again."""
+        """When Slurm warns of the time limit: stop the script, which saves, and queue the job."""
         from submitit.helpers import DelayedSubmission
 
         self.process.terminate()
@@ -244,18 +246,18 @@ class Local:
         dealt = itertools.cycle(gpus or [""])
         each = gpus_per_job if gpus else 1
         shares = [",".join(itertools.islice(dealt, each)) for _ in range(workers)]
-        self.mine = threading.local()  # of each of the threads: its share
+        self.mine = threading.local()  # each thread's share
         self.pool = ThreadPoolExecutor(
             workers, initializer=lambda: setattr(self.mine, "gpus", shares.pop())
         )
-        self.futures = {}  # of the jobs handed over
+        self.futures = {}  # by job
 
     def work(self, job: Work):
         job.variables = {"CUDA_VISIBLE_DEVICES": self.mine.gpus} if self.mine.gpus else {}
         job()
 
     def start(self, jobs: list[Work]):
-        self.futures |= dict.fromkeys(jobs)  # a Ctrl-C may come in the midst of the next line
+        self.futures |= dict.fromkeys(jobs)  # a Ctrl-C may come during the next line
         self.futures |= {job: self.pool.submit(self.work, job) for job in jobs}
 
     def ended(self, jobs: list[Work]) -> list[Work]:
@@ -270,7 +272,7 @@ class Local:
 
 
 class Slurm:
-    """A Slurm array; what is cancelled and requeued, or warned of its time limit, goes on."""
+    """A Slurm array. A job that is requeued, or warned of its time limit, goes on."""
 
     def __init__(self, folder: Path, workers: int, minutes: int, flags: tuple[str, ...]):
         from submitit import SlurmExecutor
@@ -285,11 +287,11 @@ class Slurm:
             array_parallelism=workers, time=minutes, additional_parameters=more
         )
         self.asked = 0.0  # when Slurm was asked
-        self.queue = set()  # the ids that it told
+        self.queue = set()  # the ids that Slurm named
         self.ours = set()  # ids of the jobs handed over
 
     def queued(self) -> set[str]:
-        """Ids of this user's jobs that wait or run; asked for every few seconds at most."""
+        """Ids of this user's jobs that wait or run. Slurm is asked every few seconds at most."""
         if time.time() - self.asked > 3.0:
             command = ["squeue", "--me", "--noheader", "--array", "--format=%i"]
             done = subprocess.run(command, capture_output=True, text=True)
@@ -301,7 +303,7 @@ class Slurm:
         return self.queue
 
     def start(self, jobs: list[Work]):
-        """Hand over all that an earlier command has not."""
+        """Hand over all jobs that no earlier command has handed over."""
         for job in jobs:
             job.slurm_id = str(data.read_json(job.folder / "slurm.json").get("id", ""))
         new = [job for job in jobs if job.slurm_id not in self.queued()]
@@ -325,8 +327,8 @@ def plan(
     env_ids: list[str], command: str, seeds: range, runs_dir: Path, variant: str,
     eval_episodes: int, results: Path | None = None, keep_policies: bool = False,
 ) -> list[Work]:  # fmt: skip
-    """The jobs of a command; those that are new get their folder and job.json. One whose folder
-    can't be used is broken."""
+    """The jobs of a command. New ones get their folder and job.json. A job whose folder can't be
+    used is broken."""
     words = programs.split(command)
     at = script_at(words)
     given = programs.given_twice(words, OURS)
@@ -386,7 +388,7 @@ def plan(
 
 
 def gpus_here() -> list[str]:
-    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them; none if not known."""
+    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them; empty if not known."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
@@ -401,15 +403,15 @@ def say(line: str):
 
 
 def attempt(place: Local | Slurm, jobs: list[Work], last: bool) -> tuple[list[Work], list[Work]]:
-    """Do these jobs, once: those to be tried again, and those that failed."""
+    """Do these jobs once; returns those to be tried again, and those that failed."""
     for job in jobs:
-        if programs.locked(job.folder):  # by another command, or what a killed one left
+        if programs.locked(job.folder):  # another command runs it, or a killed one has left it
             say(f"{job}: runs already")
     place.start(jobs)
     left = list(jobs)
     again = []
     failed = []
-    bar = tqdm(total=len(jobs), unit=" jobs", leave=False, disable=None)  # on a terminal
+    bar = tqdm(total=len(jobs), unit=" jobs", leave=False, disable=None)  # only on a terminal
     while left:
         time.sleep(0.5)
         for job in place.ended(left):
@@ -420,7 +422,7 @@ def attempt(place: Local | Slurm, jobs: list[Work], last: bool) -> tuple[list[Wo
                 run = data.read(job.folder)
                 scores = (f"{name} {run.score(name):,.1f}" for name in ("training", "evaluation"))
                 line = f"{job}: done; {', '.join(scores)}"
-                if ended.get("policy"):  # why it is not kept
+                if ended.get("policy"):  # it says why the policy is not kept
                     line += f"; {ended['policy']}"
                 say(line)
             elif last or re.match(r"exit code 2\b", reason):  # which means wrong arguments
@@ -454,27 +456,27 @@ def run(
     sbatch: tuple[str, ...] = (),
     dry_run: bool = False,
 ):
-    """Train on every environment with every seed. What is finished is skipped, what was cut off
-    goes on, what failed is tried again. Exit code 1 if anything failed.
+    """Train on every environment with every seed. Jobs that are finished are skipped, those that
+    were cut off go on, and failed ones are tried again. The exit code is 1 if a job failed.
 
     Args:
-        env_ids: environments
-        command: e.g. "python ppo.py --total-timesteps 100000"; --env-id, --seed and --run-dir are
-            added. In the command of a program that takes others, {env_id}, {seed} and {run_dir}
-            are filled in; benchmark/data.py says what it must leave
-        num_seeds: seeds of each environment
-        start_seed: the first of them
-        workers: jobs at once
-        runs_dir: where the jobs' folders are
+        env_ids: environments to train on
+        command: the program, e.g. "python ppo.py --total-timesteps 100000"; --env-id, --seed and
+            --run-dir are added. For a program with other flags write {env_id}, {seed} and {run_dir}
+            into the command; benchmark/data.py says what it must leave
+        num_seeds: number of seeds for each environment
+        start_seed: the first seed
+        workers: number of jobs at once
+        runs_dir: folder with the jobs' folders
         variant: name of this setting of the script
-        results: also write each finished run's compressed table here, to commit
-        keep_policies: also keep each run's policy there, if it has no more than 1 MB; `verify`
-            plays it again
+        results: folder for the compressed table of each finished run, to commit
+        keep_policies: also keep each run's policy there, if it has at most 1 MB; `verify` plays it
+            again
         eval_episodes: episodes that the final policy plays after training; 0: none
         retries: further tries of a job that fails
-        cluster: processes on this machine, or a Slurm array
-        gpus_per_job: of this machine's GPUs, if it has any; jobs share them when there are too few
-        slurm_minutes: time limit; a job that reaches it is queued again and goes on
+        cluster: where jobs run: as processes on this machine, or in a Slurm array
+        gpus_per_job: GPUs of this machine for each job; jobs share them if there are too few
+        slurm_minutes: time limit of a Slurm job; a job that reaches it is queued again and goes on
         sbatch: further flags of sbatch, e.g. partition=long cpus-per-task=4 gpus-per-node=1
         dry_run: print the commands and start nothing
     """
@@ -513,7 +515,7 @@ def run(
     failed = [job for job in jobs if job.broken]
     left = [job for job in jobs if not job.broken and not ready(job.read())]
     say(f"{len(jobs)} jobs in {runs_dir}, {len(jobs) - len(left) - len(failed)} done before")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & makes it ignored
     try:
         while left:
             left, lost = attempt(place, left, last=retries == 0)

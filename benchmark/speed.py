@@ -1,13 +1,14 @@
 """Steps per second of training programs, side by side: `python -m benchmark speed`.
 
 A program is measured from outside, so any that takes --total-timesteps will do. In each round every
-program runs twice, once for few steps and once for more; what the longer run took beyond the
-shorter one is the steady state, free of imports, compilation and the first iterations. What the
-shorter one took beyond its steps at that pace is the start. A program's first run of all, with an
-empty torch compile cache, gives its cold start. CPU time is of all processes of a program.
+program runs twice, once for few steps and once for more. The difference of the two is the steady
+state, free of imports, compilation and the first iterations. The start is what the shorter run took
+beyond its steps at that pace. A program's very first run, with an empty torch compile cache, gives
+its cold start. CPU time is that of all processes of a program.
 
-Steps are those asked for, or, where a program leaves a run.json (ours do), its `global_step`: our
-scripts round down to whole iterations. For others let --warmup-steps be a multiple of a batch.
+Steps are those asked for or, if a program leaves a run.json, its `global_step`. Our scripts leave
+one, because they round down to whole iterations. For others let --warmup-steps be a multiple of a
+batch.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ FASTEST = 1e9  # steps per second that no program makes
 
 
 class Row(NamedTuple):
-    """Of the table: what one run took."""
+    """A row of the table: what one run took."""
 
     program: str
     round: int
@@ -53,12 +54,12 @@ COLUMNS = Row._fields
 
 
 class Cost(NamedTuple):
-    """What a run, or the difference of two, took."""
+    """What a run took, or the difference of two runs."""
 
     steps: int
     cpu: float  # seconds, of all its processes
     wall: float  # seconds
-    memory: float  # MB, largest resident set of its largest process, or ours if that is more
+    memory: float  # MB, largest resident set of its largest process, or of ours if that is larger
 
     def beyond(self, other: "Cost") -> "Cost":
         mine = (self.steps - other.steps, self.cpu - other.cpu, self.wall - other.wall)
@@ -79,8 +80,8 @@ class Program:
     limit: float = 3600.0  # seconds that a run may take
 
     def run(self, steps: int) -> Cost:
-        """Run to the end in an empty folder; exits with the end of its log if it fails, or is still
-        at it when its time is over."""
+        """Run to the end in an empty folder. If the program fails or takes longer than its limit,
+        this exits with the end of its log."""
         with TemporaryDirectory() as folder, open(f"{folder}/log.txt", "w") as log:
             start = time.perf_counter()
             process = subprocess.Popen(
@@ -114,15 +115,15 @@ class Program:
         return Cost(done, round(cpu, 3), round(wall, 3), round(memory, 1))
 
     def enough(self, warmup: int, seconds: float) -> int:
-        """How many steps beyond `warmup` take about so many CPU-seconds, or, of a program that
-        mostly waits, seconds; a multiple of it."""
+        """A multiple of `warmup`: the steps that take about so many CPU-seconds beyond `warmup` or,
+        if a program mostly waits, so many seconds."""
         short = self.run(warmup)
         more = warmup
         while more < FASTEST * seconds:
             tried = more
             cost = self.run(warmup + tried).beyond(short)
             waits = cost.cpu <= seconds / 4
-            if cost.steps > 0 and waits and cost.wall > seconds:  # or a busy machine made it wait
+            if cost.steps > 0 and waits and cost.wall > seconds:  # perhaps a busy machine is why
                 again = self.run(warmup + tried).beyond(short)
                 cost = min(cost, again, key=lambda own: own.wall)
             if cost.steps > 0 and (cost.wall > seconds or not waits):
@@ -137,7 +138,7 @@ class Program:
 
 
 def holds(path: Path, words: bytes) -> bool:
-    """Whether a file, which may be larger than memory, has these words in it."""
+    """Whether a file has these words in it; it may be larger than memory."""
     before = b""
     with open(path, "rb") as file:
         while part := file.read(2**20):
@@ -148,8 +149,7 @@ def holds(path: Path, words: bytes) -> bool:
 
 
 def steps_done(folder: Path, asked: int) -> int:
-    """The environment steps that a program says it did or, if it says nothing of the kind, those
-    asked for."""
+    """The environment steps that a program says it did or, if it does not say, those asked for."""
     told = [data.read_json(path).get("global_step") for path in folder.rglob("run.json")]
     numbers = [x for x in told if isinstance(x, int | float) and 0 <= x < math.inf]
     return int(max(numbers, default=asked))
@@ -161,8 +161,8 @@ def stem(words: list[str]) -> str:
 
 
 def program(text: str) -> Program:
-    """From NAME=COMMAND or a command, which has its script's name; its files, as seen from here,
-    get their whole paths."""
+    """A program from NAME=COMMAND, or from a command, whose script's name it gets. Its files are
+    named by their whole paths."""
     name, command = re.fullmatch(r"(?:([\w.+-]+)=)?(.*)", text, re.DOTALL).groups()
     words = programs.split(command)
     whole = [str(Path(word).resolve()) if programs.is_file(word) else word for word in words]
@@ -170,7 +170,7 @@ def program(text: str) -> Program:
 
 
 def built_in(kind: str, first: Program) -> Program:
-    """sb3 or bare (peers.py), with the flags of one of our programs."""
+    """The program sb3 or bare (peers.py), with the flags of one of our programs."""
     words = shlex.split(first.command)
     given = words[script_at(words) :]
     told = shlex.join(["python", "benchmark/peers.py", kind, *given])
@@ -202,9 +202,9 @@ def measure(
 
 @dataclass
 class Summary:
-    """Of one program, a value per round."""
+    """What one program took, mostly with a value per round."""
 
-    cpu_rates: np.ndarray  # steps per CPU-second, nan of a program that takes no CPU time
+    cpu_rates: np.ndarray  # steps per CPU-second, nan if a program takes no CPU time
     rates: np.ndarray  # steps per second
     starts: np.ndarray  # seconds, with a warm compile cache
     cold: float  # seconds, with an empty one
@@ -213,14 +213,14 @@ class Summary:
 
 
 def by_round(rows: list[Row], run: str) -> dict[str, np.ndarray]:
-    """A program's columns [rounds] of numbers, of its short or its long runs."""
+    """A program's columns [rounds] of numbers, for its short or its long runs."""
     own = [row for row in rows if row.run == run]
     names = ("steps", "cpu_seconds", "wall_seconds", "peak_mb")
     return {name: np.array([getattr(row, name) for row in own]) for name in names}
 
 
 def summarise(rows: list[tuple]) -> dict[str, Summary]:
-    """From rows of COLUMNS, program by program."""
+    """A summary of each program, from rows of COLUMNS."""
     summaries = {}
     table = [Row(*row) for row in rows]
     for name in dict.fromkeys(row.program for row in table):
@@ -250,7 +250,7 @@ def spread(values: np.ndarray, digits: str) -> str:
 
 
 def report(summaries: dict[str, Summary], variants: list[str]):
-    """Tables of rates, and of the ratios of our variants to the rest."""
+    """Print tables of rates, and of the ratios of our variants to the rest."""
     rows = [["median (range)", "steps per CPU-second", "steps per second", "start, s", "cold, s"]]
     rows[0].append("MB")
     for name, x in summaries.items():
@@ -268,7 +268,7 @@ def report(summaries: dict[str, Summary], variants: list[str]):
 
 
 def commit(found: dict) -> str:
-    """Of data.provenance, in words; of a script in no repository the digest of its source."""
+    """The commit in words, from programs.provenance; without a repository the source's digest."""
     if not found["git_commit"]:
         return f"none, sha256 of the source {found['source_sha256']}"
     if found["git_dirty"]:
@@ -304,23 +304,23 @@ def speed(
     output: Path = Path("runs/speed"),
     time_limit: float = 3600.0,
 ):
-    """Measure how fast programs train, side by side with peers and the environment alone. Exit code
-    1 if one of them fails.
+    """Measure how fast programs train, side by side with peers and the environment alone. The exit
+    code is 1 if one of them fails.
 
     Args:
         command: our program, e.g. "python ppo.py --env-id CartPole-v1 --compile"; --total-timesteps
-            is added. Given again, another variant; "NAME=COMMAND" names it
-        peer: "NAME=COMMAND", another program that takes --total-timesteps
-        sb3: beside scripts that have make_env, Stable-Baselines3's PPO with the first command's
-            flags
-        bare: beside these, the environments of the first command alone, at random
+            is added. Give it again for another variant; "NAME=COMMAND" names it
+        peer: another program that takes --total-timesteps, as "NAME=COMMAND"
+        sb3: also measure Stable-Baselines3's PPO with the first command's flags, if that script
+            has make_env
+        bare: also measure the environments of the first command alone, with random actions
         rounds: measurements of each program
-        seconds: the steps to measure are as many as take about so much CPU time
-        steps: if given, that number of steps instead, the same for all programs
-        warmup_steps: steps before those; more where an iteration has more
-        threads: of OpenMP, OpenBLAS and MKL; our scripts have flags of their own
-        vary: a flag and its values, e.g. "num-envs 1 2 4": measure with each, peers too
-        output: the table, or a folder for it: <script>-<environment>.csv; .part.csv until the end
+        seconds: CPU time to measure; the number of steps follows from it
+        steps: number of steps to measure, the same for all programs; 0: as --seconds says
+        warmup_steps: steps of the shorter run; raise it if an iteration has more
+        threads: threads of OpenMP, OpenBLAS and MKL; our scripts have flags of their own
+        vary: a flag and its values, e.g. "num-envs 1 2 4", to measure with each, peers too
+        output: the table, or a folder for <script>-<environment>.csv; .part.csv until the end
         time_limit: seconds that a run may take
     """
     at_least(1, rounds=rounds, warmup_steps=warmup_steps, threads=threads)

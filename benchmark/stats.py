@@ -25,15 +25,15 @@ def iqm(*scores: np.ndarray, axis: int = -1):
     """Interquartile mean of all runs, pooled: the mean without the lowest and highest quarter.
 
     A quarter is rounded down to whole runs (scipy's trim_mean): 3 runs lose none, 5 lose two. If
-    numbers of seeds differ, all environments still weigh the same: of the weights, the lowest and
-    the highest quarter are left out, to a part of a run.
+    numbers of seeds differ, all environments still weigh the same: the lowest and the highest
+    quarter of the weights are left out, and a run may be left out in part.
     """
     pooled = np.moveaxis(np.concatenate(scores, axis=axis), axis, -1)
     seeds = [np.shape(x)[axis] for x in scores]
     if len(set(seeds)) == 1:
         runs = pooled.shape[-1]
         quarter = runs // 4
-        if quarter:  # what scipy's trim_mean does, a third of whose time is the search for nan
+        if quarter:  # as scipy's trim_mean does, which also takes time to search for nan
             pooled = np.partition(pooled, (quarter, runs - quarter - 1), axis=-1)
         return pooled[..., quarter : runs - quarter].mean(axis=-1)
     order = np.argsort(pooled, axis=-1)
@@ -54,12 +54,12 @@ def median(*scores: np.ndarray, axis: int = -1):
 
 
 def optimality_gap(*scores: np.ndarray, axis: int = -1, gamma: float = 1.0):
-    """By how much scores fall short of gamma, those above it counted as gamma."""
+    """By how much scores fall short of gamma on average; higher ones count as gamma."""
     return mean(*(np.maximum(gamma - x, 0.0) for x in scores), axis=axis)
 
 
 def improvement(*scores: np.ndarray, axis: int = -1):
-    """P(X > Y) of one run each, ties counted half, mean over environments.
+    """P(X > Y) of one run each, mean over environments; ties count half.
 
     The first half of the arguments is X by environment, the second half Y.
     """
@@ -76,8 +76,9 @@ def interval(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Stratified percentile bootstrap: the ends of the interval, shaped as the statistic.
 
-    Leading axes, as points of a curve, share their resampled seeds. nan where a score is not
-    finite, or an environment has a single seed: it says nothing about how much seeds differ.
+    Leading axes, such as the points of a curve, share their resampled seeds. The ends are nan if a
+    score is not finite, or if an environment has a single seed: one seed does not tell how much
+    seeds differ.
     """
     from scipy.stats import bootstrap
 
@@ -102,8 +103,8 @@ def interval(
 def permutation_test(x: Scores, y: Scores, resamples: int = 10_000, seed: int = 0) -> float:
     """Two-sided p-value of P(X > Y) = 1/2, labels permuted within environments.
 
-    Of all labellings where there are no more than `resamples`, else Monte Carlo. P is linear in the
-    sum of the ranks of X (Mann-Whitney), so only ranks are permuted.
+    It takes all labellings if there are at most `resamples`, or else a random sample of them. P is
+    linear in the sum of the ranks of X (Mann-Whitney), so only ranks are permuted.
     """
     observed = abs(improvement(*x, *y) - 0.5)
     if labellings(x, y) <= resamples:
@@ -119,24 +120,24 @@ def permutation_test(x: Scores, y: Scores, resamples: int = 10_000, seed: int = 
 
 
 def pooled_ranks(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Ranks of all scores of an environment, those of ties their mean."""
+    """Ranks of all scores of an environment; ties share the mean of their ranks."""
     from scipy.stats import rankdata
 
     return rankdata(np.concatenate([a, b]))
 
 
 def beyond_half(sums: np.ndarray, n: int, m: int) -> np.ndarray:
-    """P(X > Y) - 1/2 where the ranks of n scores of X, beside m of Y, have these sums."""
+    """P(X > Y) - 1/2 for n scores of X and m of Y, from the sums of the ranks of X."""
     return (sums - n * (n + m + 1) / 2) / (n * m)
 
 
 def labellings(x: Scores, y: Scores) -> int:
-    """In how many ways the scores of each environment can be dealt out to X and Y."""
+    """The number of ways to deal out the scores of each environment to X and Y."""
     return math.prod(math.comb(len(a) + len(b), len(a)) for a, b in zip(x, y, strict=True))
 
 
 def every_labelling(x: Scores, y: Scores) -> np.ndarray:
-    """P(X > Y) - 1/2 of each of them, [labellings]."""
+    """P(X > Y) - 1/2 of each labelling, [labellings]."""
     found = np.zeros(1)
     for a, b in zip(x, y, strict=True):
         sums = [sum(ranks) for ranks in combinations(pooled_ranks(a, b), len(a))]
@@ -148,14 +149,14 @@ def every_labelling(x: Scores, y: Scores) -> np.ndarray:
 def least_p(x: Scores, y: Scores) -> float:
     """The smallest p-value that `permutation_test` can give with so many seeds.
 
-    If all of X are above all of Y, or below, 2 labellings are as far apart: 2 of the 20 of three
-    seeds against three.
+    It belongs to the two labellings where all of X are above all of Y, or all below. With three
+    seeds against three these are 2 of 20.
     """
     return 2 / labellings(x, y)
 
 
 def seeds_needed(probability: float, environments: int) -> float:
-    """Seeds per environment and side for a power of 80 % at a level of 5 %, if P(X > Y) is this.
+    """Seeds per environment and side for a power of 80 % at a level of 5 %, if P(X > Y) is known.
 
     Noether, Sample size determination for some common nonparametric tests, JASA 1987.
     """
@@ -164,7 +165,7 @@ def seeds_needed(probability: float, environments: int) -> float:
 
 
 def running_mean(returns: np.ndarray, games: int = 100) -> np.ndarray:
-    """Mean of each return [episodes] and those before it, of at most `games`; nan where one of
+    """Mean of each return [episodes] and those before it, at most `games` in all; nan if one of
     them is not finite."""
     if not len(returns):
         return np.empty(0)

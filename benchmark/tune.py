@@ -3,11 +3,12 @@
     STUDY/journal.log                         optuna's storage; processes and nodes may share it
     STUDY/<env>/<script>/trial-0007-s<seed>/  a run of a trial, a job as `run` has it
     STUDY/trial-0007.lock                     held by the process that works on the trial
-    STUDY/trials.csv                          all trials, written at the end, and their commits
+    STUDY/trials.csv                          all trials and their commits, written at the end
 
-A trial that is begun and not locked was cut off: whoever comes next goes on with it and repeats no
-finished run. Its score is the mean over environments of the mean over seeds of the return of the
-last 100 training episodes, scaled to 0 ... 1 by --scales; a single environment needs no scale.
+A trial that has begun and is not locked was cut off. The next process goes on with it and repeats
+no finished run. A run's score is the mean return of its last 100 training episodes, scaled to
+0 ... 1 by --scales. A trial's score is the mean over seeds, then over environments. A single
+environment needs no scale.
 """
 
 import contextlib
@@ -57,11 +58,12 @@ def dimension(text: str) -> tuple:
 def flag(name: str, value) -> str:
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
-    return f"--{name}={value}"  # in one word, as a value may begin with "-"
+    return f"--{name}={value}"  # one word, because a value may begin with "-"
 
 
 def scales_of(env_ids: list[str], path: Path) -> dict[str, list[float]]:
-    """Returns that count as 0 and as 1; 0 and 1 themselves for an environment alone without."""
+    """Returns that count as 0 and as 1, by environment; a single one without a scale is not
+    scaled."""
     known = data.read_scales(path)
     if len(env_ids) == 1:
         known = {env_ids[0]: data.Scale(0.0, 1.0)} | known
@@ -75,12 +77,12 @@ def scales_of(env_ids: list[str], path: Path) -> dict[str, list[float]]:
 
 
 class Stopped(Exception):
-    """This program is to end."""
+    """This program has been told to end."""
 
 
 @dataclass
 class Search:
-    """What is asked for, and what is under way."""
+    """What is asked for, and what is running."""
 
     command: str
     space: dict  # optuna's distribution of each flag
@@ -91,7 +93,7 @@ class Search:
     prune: bool
     seed: int
     stop: threading.Event = field(default_factory=threading.Event)
-    signal: int = 0  # that set it, and when
+    signal: int = 0  # the signal that has set it, and when
     stopped_at: float = 0.0
     works: list[Work] = field(default_factory=list)
     failed_before: int = 0  # trials; they don't count
@@ -100,7 +102,7 @@ class Search:
         return [flag(name, params[name]) for name in self.space]
 
     def study(self):
-        """optuna's study, new or as it stands, without a last line of its journal that was cut."""
+        """optuna's study, new or from its journal, whose last line is dropped if it was cut off."""
         import optuna
         from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
@@ -125,8 +127,8 @@ class Search:
             refuse(f"--study {self.folder}: journal.log is damaged ({error}); give another folder")
 
     def claim(self, study) -> tuple:
-        """A trial to work on, one cut off before a new one, and its lock; None if there are enough.
-        And whether any is worked on."""
+        """A trial to work on and its lock, None if there are enough; and whether any trial is being
+        worked on. Trials that were cut off come before new ones."""
         from optuna import samplers, trial
 
         with lock(self.folder / "lock", wait=True):
@@ -149,7 +151,7 @@ class Search:
         return mine, held, True
 
     def on_signal(self, number, frame):
-        """Ask the scripts to stop, which save themselves; given again, kill them."""
+        """Ask the scripts to save and stop; at a second signal, kill them."""
         self.stopped_at = self.stopped_at or time.monotonic()
         kill = time.monotonic() - self.stopped_at > 1  # uv sends two at once
         self.signal = number
@@ -159,14 +161,14 @@ class Search:
             work.stop(kill)
 
     def train(self, number: int, env_id: str, seed: int, flags: list[str]) -> float:
-        """Train, or go on, or find it done; the scaled score."""
+        """Train or go on, unless the run is done; returns the scaled score."""
         command = f"{self.command} {shlex.join(flags)}"
         variant = f"trial-{number:04}"
         (work,) = plan([env_id], command, range(seed, seed + 1), self.folder, variant, 0)
         if work.broken:
             raise ValueError(work.broken)
         self.works.append(work)
-        if self.stop.is_set():  # since just now
+        if self.stop.is_set():  # it was set just now
             work.stop()
         work()
         ended = work.read()
@@ -233,7 +235,7 @@ class Search:
 
 
 def write(search: Search, trials: list) -> list[list]:
-    """trials.csv, by one process at a time; its header and a row for each trial, by number."""
+    """Write trials.csv, one process at a time; returns its header and a row for each trial."""
     rows = [["trial", "state", "score", "seconds", *search.space, *search.scales, "commit"]]
     for trial in trials:
         scores = trial.user_attrs.get("scores", {})
@@ -252,7 +254,7 @@ def write(search: Search, trials: list) -> list[list]:
 
 
 def report(search: Search, study, trials: list, rows: list[list]):
-    """The best trials, by the rows that `write` gave, what mattered and the best command."""
+    """Print the best trials from the rows that `write` gave, what mattered, the best command."""
     import optuna
 
     complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
@@ -285,24 +287,24 @@ def tune(
     seed: int = 0,
     scales: Path = data.SCALES,
 ):
-    """Search for the flags with the highest returns. The same command goes on where it was cut off;
-    several at once, on any number of nodes, work on one study. Exit code 1 if fewer than --trials
-    succeeded; the same command then replaces those that failed.
+    """Search for the flags with the highest returns. A command that was cut off goes on if it is
+    given again. Several commands at once, on any number of nodes, work on one study. The exit code
+    is 1 if fewer than --trials succeeded; the same command then replaces those that failed.
 
     Args:
-        command: e.g. "python ppo.py --total-timesteps 50000"; what is searched is added, --env-id,
-            --seed and --run-dir
+        command: the program, e.g. "python ppo.py --total-timesteps 50000"; the searched flags,
+            --env-id, --seed and --run-dir are added
         search: flags and their values: "learning-rate log 1e-5 1e-2", "ent-coef float 0 0.02",
             "update-epochs int 2 10", "num-steps choice 64 128 256", "anneal-lr flag"
-        env_ids: environments
-        num_seeds: seeds of each environment in each trial
-        trials: trials of the study
-        study: its folder
+        env_ids: environments to train on
+        num_seeds: number of seeds for each environment in each trial
+        trials: number of trials
+        study: folder of the study
         start_seed: the first seed of the runs
-        workers: trials at once, of this process
+        workers: number of trials at once in this process
         prune: end a trial after a seed if it is then below the median of the others
-        seed: of the search
-        scales: a table of env_id, low, high: the returns that count as 0 and as 1
+        seed: seed of the search
+        scales: table of env_id, low, high: the returns that count as 0 and as 1
     """
     import optuna
 

@@ -1,21 +1,22 @@
 """Play published policies again and compare: `python -m benchmark verify`.
 
-`run --keep-policies` leaves beside a run's table, <variant>-s<seed>.json and .csv.gz, its policy:
+`run --keep-policies` leaves a run's policy beside its table, <variant>-s<seed>.json and .csv.gz:
 
-    <variant>-s<seed>.pt   the run's policy.pt, if it left one, or of its checkpoint.pt the "agent"
-                           and the "args": tensors and settings, no optimiser
+    <variant>-s<seed>.pt   the run's policy.pt if it left one, or else the "agent" and the "args" of
+                           its checkpoint.pt: tensors and settings, no optimiser
 
-and in the .json the digests of policy, table and evaluation, under "policy". A program takes part
-if `--evaluate FOLDER --eval-episodes N` plays what lies there under the same name, and prints
-"eval_episode=0, episodic_return=1.0" for each episode: our scripts do.
+The .json has the digests of policy, table and evaluation, under "policy". A program takes part if
+`--evaluate FOLDER --eval-episodes N` plays a policy that lies there under the same name, and prints
+"eval_episode=0, episodic_return=1.0" for each episode. Our scripts do.
 
-What is played is compared by the first of these rules that holds; on the processor and with the
-versions that the run names only the first will do:
+The returns are compared with the recorded ones by the first of these rules that holds. On the
+processor and with the versions that the run names, only the first rule counts:
 
-    equal   each return, to the last digit that is told
-    close   each return within 0.01 % or, where that is more, 0.01
-    mean    the mean within the 99.9 % prediction interval that the recorded episodes give for it:
-            tasks with contacts are chaotic, so another processor's rounding plays other episodes
+    equal   each return is equal, to the last digit that is told
+    close   each return is within 0.01 % or, if that is more, 0.01
+    mean    the mean is within the 99.9 % prediction interval that the recorded episodes give for
+            it: tasks with contacts are chaotic, so another processor's rounding gives other
+            episodes
 """
 
 import hashlib
@@ -41,9 +42,9 @@ from benchmark.programs import at_least, refuse
 from benchmark.report import must_have, only
 
 LARGEST = 1_000_000  # bytes of a policy
-MOST = 25_000_000  # bytes of all in a folder
-CLOSE = 1e-4  # of a return
-DIGIT = 0.011  # and one more of the last digit that is told
+MOST = 25_000_000  # bytes of all policies in a folder
+CLOSE = 1e-4  # relative to a return
+DIGIT = 0.011  # a little more than one of the last digit that is told
 LEVEL = 0.999  # of the prediction interval
 RULES = {
     "equal": "equal to the last digit",
@@ -68,7 +69,7 @@ def of_evaluation(returns: list) -> str:
 
 
 def policy(run: Path) -> tuple[str, bytes]:
-    """The name of the file that holds a run's policy, and what is kept of it."""
+    """The name of the file that holds a run's policy, and the bytes to keep of it."""
     own = run / "policy.pt"
     if own.is_file():
         return own.name, own.read_bytes()
@@ -81,7 +82,6 @@ def policy(run: Path) -> tuple[str, bytes]:
     except Exception as error:  # damage shows in many ways
         raise NotKept(f"{run} has no policy.pt, and no agent in a checkpoint.pt: {error}") from None
     plain = str, int, float, bool
-    plain = str, int, float, bool
     kept |= {name: value for name, value in saved.items() if isinstance(value, plain)}
     kept["agent"] = {name: value.clone() for name, value in kept["agent"].items()}  # no views
     content = io.BytesIO()
@@ -90,8 +90,8 @@ def policy(run: Path) -> tuple[str, bytes]:
 
 
 def keep(run: Path, table: Path):
-    """Write a run's policy beside its committed table, `table` with the ending .json, and note both
-    there. NotKept if it has none, or one that is too large."""
+    """Write a run's policy beside its committed table, whose .json is `table`, and note the digests
+    there. NotKept if there is no policy, or if it is too large."""
     name, content = policy(run)
     if len(content) > LARGEST:
         size = f"{len(content) / 1e6:.1f} MB"
@@ -123,10 +123,10 @@ class Replay:
 
     run: data.Run
     table: Path  # its .json
-    program: Path | None = None  # that plays it
+    program: Path | None = None  # the script that plays it
     can_play: bool = False
     own_stack: bool = False  # made on this processor, with these versions
-    rule: str = ""  # the one that held; empty if none did
+    rule: str = ""  # the first one that held; empty if none did
     faults: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -139,12 +139,12 @@ class Replay:
 
     @property
     def env_id(self) -> str:
-        """As the script knows it, with its module."""
+        """The id as the script knows it, with its module."""
         args = data.typed("args", self.run.info.get("args"), dict)
         return data.typed("env_id", args.get("env_id"), str)
 
     def script(self, folders: Iterable[Path]) -> Path:
-        """The program that plays it: of the folder that this is called in, and of no folder that is
+        """The program that plays it. It must lie in the working folder, and in no folder that is
         verified, which may come from elsewhere."""
         words = shlex.split(data.typed("command", self.run.info.get("command"), str))
         at = programs.script_at(words)
@@ -162,7 +162,7 @@ class Replay:
         return len(told) > 1 and all(ours.get(name) == value for name, value in told.items())
 
     def unchanged(self):
-        """Note what is not as it was when the policy was kept."""
+        """Note what has changed since the policy was kept."""
         kept = {
             "policy": (self.table.with_suffix(".pt"), "sha256"),
             "table": (self.table.with_suffix(".csv.gz"), "table_sha256"),
@@ -175,7 +175,7 @@ class Replay:
             self.faults.append(f"evaluation in {self.table.name} is not the one that was kept")
 
     def judge(self, returns: np.ndarray):
-        """By which rule the returns of these episodes are the recorded ones."""
+        """Note the rule by which these returns equal the recorded ones, or the first difference."""
         recorded = self.run.evaluation
         if len(returns) != len(recorded):
             self.faults.append(f"{len(returns)} episodes were played, {len(recorded)} recorded")
@@ -200,29 +200,29 @@ class Replay:
 
 
 def prediction(returns: np.ndarray, more: int) -> tuple[float, float]:
-    """Where the mean of so many more episodes lies with a probability of 99.9 %, by Student's t."""
+    """The interval in which the mean of `more` episodes lies with 99.9 %, by Student's t."""
     from scipy.stats import t
 
     n = len(returns)
     if n < 2:
-        return np.nan, np.nan  # one episode tells nothing of others
+        return np.nan, np.nan  # one episode says nothing about others
     width = t.ppf(0.5 + LEVEL / 2, n - 1) * returns.std(ddof=1) * np.sqrt(1 / n + 1 / more)
     return float(returns.mean() - width), float(returns.mean() + width)
 
 
 def stack(info: dict) -> dict:
-    """What the bits of a replay depend on, of a run or of `provenance` here."""
+    """What the bits of a replay depend on, from a run's json or from `provenance`."""
     hardware = info.get("hardware")
     versions = info.get("versions")
     told = {}
-    if isinstance(versions, dict):  # 2.13.0+cpu is 2.13.0 to some who tell it
+    if isinstance(versions, dict):  # some call 2.13.0+cpu 2.13.0
         told = {name: str(value).partition("+")[0] for name, value in versions.items()}
     told["cpu"] = hardware.get("cpu") if isinstance(hardware, dict) else hardware
     return told
 
 
 class Player:
-    """A process of player.py, for the runs of one script; started anew when it is killed."""
+    """A process of player.py for the runs of one script. After a kill a new one is started."""
 
     def __init__(self, script: Path, limit: float):
         self.script = script
@@ -285,8 +285,8 @@ def play(replay: Replay, player: Player):
 
 
 def played(replays: list[Replay], workers: int, limit: float) -> Iterator[Replay]:
-    """Each of them, when it and those before it have been played, so many at once."""
-    mine = threading.local()  # of each of the threads: its player, of one script
+    """Play them, `workers` at once; yields them in order, each as soon as it has been played."""
+    mine = threading.local()  # each thread's player, for one script
     players = []
 
     def work(replay: Replay):
@@ -317,7 +317,7 @@ def played(replays: list[Replay], workers: int, limit: float) -> Iterator[Replay
 
 
 def in_words(replays: list[Replay]) -> str:
-    """How the policies of an environment compare."""
+    """How the policies of an environment compare with their tables, in words."""
     parts = []
     for rule, words in RULES.items():
         count = sum(not replay.faults and replay.rule == rule for replay in replays)
@@ -330,7 +330,7 @@ def in_words(replays: list[Replay]) -> str:
 
 
 def show(env_id: str, replays: list[Replay]):
-    """A line for an environment, and one for each fault."""
+    """Print a line for an environment, and one for each fault."""
     episodes = sum(len(replay.run.evaluation) for replay in replays)
     count = "1 policy" if len(replays) == 1 else f"{len(replays)} policies"
     print(f"{env_id}: {count}, {episodes} episodes: {in_words(replays)}", flush=True)
@@ -346,15 +346,15 @@ def verify(
     workers: int = 0,
     time_limit: float = 600.0,
 ):
-    """Play the policies kept beside committed tables again, and compare with the tables: one line
-    an environment, by which rule they agree, and one for each that does not. Exit code 1 if any
-    differs, 2 if there is none.
+    """Play the policies kept beside committed tables again, and compare the returns with the
+    tables. A line for each environment says by which rule they agree, and one more names each
+    policy that differs. The exit code is 1 if any differs, and 2 if there is none.
 
     Args:
-        folders: where `run --results --keep-policies` has kept them.
-        env_ids: only these environments (default: all).
-        modules: of ids like package.module:Env-v0; a module's code runs only if it is named here.
-        workers: policies at once (default: as many as there are cores).
+        folders: folders in which `run --results --keep-policies` has kept policies.
+        env_ids: environments to verify (default: all).
+        modules: modules of ids like package.module:Env-v0; only the code of these may run.
+        workers: number of policies at once (default: as many as there are cores).
         time_limit: seconds that a policy may play.
     """
     at_least(0, workers=workers)

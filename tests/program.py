@@ -261,15 +261,15 @@ def train_until_killed(script: str, target: str, call: int, argv: list[str], *nu
 
 def check_both_evaluations(said: str, returns: list[float]):
     """What a run said that was evaluated twice, with the same four greedy returns: each of them,
-    then the drawn ones, and both means."""
+    then the sampled ones, and both means."""
     lines = said.splitlines()
     assert lines[:10] == lines[10:]
     for i, line in enumerate(lines[:4]):
         assert line == f"eval_episode={i}, episodic_return={returns[i]:.2f}"
-    drawn = [float(line.split("=")[-1]) for line in lines[4:8]]
-    assert [line.split(",")[0] for line in lines[4:8]] == [f"drawn_episode={i}" for i in range(4)]
+    sampled = [float(line.split("=")[-1]) for line in lines[4:8]]
+    assert [line.split(",")[0] for line in lines[4:8]] == [f"sampled_episode={i}" for i in range(4)]
     assert lines[8] == f"greedy, 4 episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}"
-    assert lines[9].startswith(f"drawn, 4 episodes: {np.mean(drawn):.2f} +- ")
+    assert lines[9].startswith(f"sampled, 4 episodes: {np.mean(sampled):.2f} +- ")
 
 
 def folded(text: str) -> list[str]:

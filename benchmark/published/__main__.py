@@ -1,5 +1,5 @@
-"""`python -m benchmark.published` makes all figures in results/, and the tables and links of
-README.md and docs/, anew from the committed runs."""
+"""`python -m benchmark.published` makes all figures in results/ anew from the committed runs, and
+the tables and links of README.md and docs/."""
 
 from benchmark.published import curves, docs
 

@@ -1,8 +1,8 @@
-"""The committed runs as curves, what others published beside them, and all figures in results/.
+"""The committed runs as curves, what others have published, and all figures in results/.
 
-A training return is the mean over the episodes that ended in one window of as many steps as an
-iteration has, and less than half a window at the end of a run is left out; of ppo_kl_adaptive.py,
-over those of five iterations.
+A point of a curve is the mean return of the episodes that ended in one window. A window has as many
+steps as an iteration. If less than half of the last window is there, it is left out. For
+ppo_kl_adaptive.py the mean is over five iterations.
 """
 
 import re
@@ -33,7 +33,7 @@ class Curve(NamedTuple):
 
 @cache
 def read(results: Path) -> list[data.Run]:
-    """All committed runs, in order of environment, algorithm and seed; read once."""
+    """All committed runs, in order of environment, algorithm and seed; they are read once."""
     return data.find([results])
 
 
@@ -44,8 +44,8 @@ def runs(env_id: str, script: str, variant: str = "default") -> list[data.Run]:
 
 
 def load(env_id: str, script: str, variant: str = "default", width: int = 0) -> list[Curve]:
-    """The curves of runs in windows of `width` steps: by default --iter-steps, or a fiftieth of the
-    run where the script has no such flag."""
+    """The curves of runs in windows of `width` steps. The default is --iter-steps, or a fiftieth of
+    the run if the script has no such flag."""
     curves = []
     for run in runs(env_id, script, variant):
         args = run.info["args"]
@@ -60,7 +60,7 @@ def load(env_id: str, script: str, variant: str = "default", width: int = 0) -> 
 
 
 def by_batch(env_id: str) -> list[Curve]:
-    """The runs of ppo_kl_adaptive.py by iterations of whole episodes; one cut off is left out."""
+    """The runs of ppo_kl_adaptive.py by iterations of episodes; an unfinished one is left out."""
     curves = []
     for run in runs(env_id, "ppo_kl_adaptive"):
         size = run.info["args"]["episodes_per_batch"]
@@ -83,17 +83,17 @@ def committed(
 
 
 class Effect(NamedTuple):
-    """Of a change, or of the whole that it is made to."""
+    """What a change has made of the scores, or the scores of the script without it."""
 
     name: str
     scores: list[np.ndarray]  # [seeds] by environment
-    judgement: compare.Judgement | None  # over the environments that both have run on
+    judgement: compare.Judgement | None  # on the environments that both have run on
 
 
 def effects(
     whole: str, changes: Sequence[str], env_ids: Sequence[str], metric: str, seeds=ANY
 ) -> Iterator[Effect]:
-    """The whole and each change that has run, judged as `compare` does."""
+    """The whole, then each change that has run, judged as `compare` does."""
     groups = committed((whole, *changes), env_ids, seeds)
     before = [own for own in groups if own.algorithm == whole]
     for name in (whole, *changes):
@@ -111,9 +111,15 @@ def effects(
 
 
 def anchors(env_id: str) -> list:
-    """Those of an environment, of any version."""
+    """Other projects' scores on an environment, of any version."""
     name = re.sub(r"-v\d$", "", env_id)
     return [x for x in data.read_anchors(data.ANCHORS) if re.sub(r"-v\d$", "", x.env_id) == name]
+
+
+def control() -> list:
+    """CleanRL's scores on dm_control after 1M steps."""
+    found = data.read_anchors(data.ANCHORS)
+    return [x for x in found if x.env_id.startswith("dm_control/") and x.steps == 1_000_000]
 
 
 def coady(env_id: str) -> dict[int, float]:
@@ -122,7 +128,7 @@ def coady(env_id: str) -> dict[int, float]:
     return {x.episodes: x.score for x in own}
 
 
-ELSEWHERE = {  # heading: metrics, of several seeds or of one or an unknown number
+ELSEWHERE = {  # heading: (metrics, whether of several seeds)
     "training": (("training",), True),
     "maximum over training": (("max-over-training",), True),
     "evaluation": (("evaluation", "table"), False),
@@ -130,7 +136,7 @@ ELSEWHERE = {  # heading: metrics, of several seeds or of one or an unknown numb
 
 
 def published(env_id: str, steps: int, metrics: tuple[str, ...], several: bool) -> str:
-    """The highest score of other PPO programs at the same steps, on any version."""
+    """The highest score of other PPO programs after the same steps, on any version."""
     scores = [
         anchor.score
         for anchor in anchors(env_id)
@@ -202,7 +208,7 @@ SCRIPTS = ("ppo_continuous_action", "ppo_kl_adaptive 1M", "ppo_cma 1M")
 
 
 def learning(algorithms: Sequence[str], env_ids: Sequence[str], more: int = 0) -> tuple:
-    """A figure of learning curves: it, the axes that are left, the groups and their looks."""
+    """Learning curves: the figure, the axes that are left, the groups and their looks."""
     groups = committed(algorithms, env_ids)
     figure, axes = report.panels(len(env_ids) + more)
     looks = report.styles(groups)
@@ -300,16 +306,32 @@ STUDY = {
     "ppo_continuous_action study-target-kl": "`--target-kl 0.02`",
 }
 COADY = {"ppo_kl_adaptive 200k-lam-1": "`--lam 1`: no GAE"}
+EXPLORED = {
+    "ppo_continuous_action explore-log-std-0": "`--log-std-init 0`",
+    "ppo_continuous_action explore-log-std-0.35": "`--log-std-init -0.35`",
+    "ppo_continuous_action explore-8-envs": "`--num-envs 8 --num-steps 256`",
+    "change explore-state-std": "the deviation depends on the state",
+    "change explore-entropy-falls": "an entropy bonus of 0.01 that falls to 0",
+    "change explore-pink-start": "noise correlated in time in the first third",
+    "change explore-least-std": "the deviation stays above a tenth of the box in training",
+}
 for name, lines in sorted(PATCHES.items()):
     if name.startswith("cma-"):
         CHANGES[f"change {name}"] = lines[0]
     elif name.startswith("coady-"):
         COADY[f"change {name}"] = lines[0]
-    elif not name.startswith("explore-"):  # and how many lines it adds: one more + names the file
+    elif not name.startswith("explore-"):  # (+N): the lines it adds; one more + names the file
         STUDY[f"change {name}"] = f"{lines[0]} (+{sum(x.startswith('+') for x in lines) - 1})"
 STUDIED = ("HalfCheetah-v4", "Walker2d-v4", "Ant-v4", "InvertedDoublePendulum-v4")
 SEEDS = range(101, 104)
 SCREENED = "ppo_continuous_action study", STUDY, STUDIED, "evaluation", SEEDS
+HARD = ("finger-spin", "pendulum-swingup", "walker-run", "hopper-hop", "acrobot-swingup")
+EXPLORING = (
+    "ppo_continuous_action explore-defaults",
+    EXPLORED,
+    tuple(f"dm_control/{task}-v0" for task in HARD),
+    "evaluation",
+)
 FOUND = {x: STUDY[x] for x in STUDY if re.search("fresh|least|study-8|-clip|target", x)}
 FOUND["change least-std+fresh-advantages"] = "both: advantages again, least deviation"
 FOUND["ppo_continuous_action study-std-0.1"] = "the deviation is set back to a twentieth"

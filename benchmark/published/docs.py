@@ -1,9 +1,10 @@
 """Keep README.md and docs/ true to the scripts and to the committed runs.
-In them are written anew the tables of tables.py, each between <!-- its name --> and <!-- end -->,
-and in a page of docs/, of a script's name,
+
+This writes the tables of tables.py anew, each between <!-- its name --> and <!-- end -->. In a page
+of docs/ it also writes
 
     the line in each link to code   [`text`](../ppo.py#L1): where `text` first stands in that file
-    <!-- flags -->                  a table of the script's flags, but for those that ppo.md has
+    <!-- flags -->                  a table of the script's flags, without those that ppo.md has
     <!-- results -->                a table of its committed runs
 """
 
@@ -21,7 +22,7 @@ LINK = re.compile(r"\[`([^`]+)`\]\(\.\./(\w+\.py)#L\d+\)")
 
 
 def line_of(text: str, file: str) -> int:
-    """The first line of a script that holds this text, before all others one that defines it."""
+    """The line of a script that defines this text or, if there is none, the first that has it."""
     lines = (ROOT / file).read_text().splitlines()
     for pattern in (rf"\s*(def|class) {re.escape(text)}\b", rf"{re.escape(text)} =", None):
         for number, line in enumerate(lines, 1):
@@ -36,7 +37,7 @@ def link(found: re.Match) -> str:
 
 
 def flag_rows(script: str) -> list[list]:
-    """Of each field of a script's Args: flag, default, and the comment that is its help."""
+    """For each field of a script's Args: flag, default, and the comment that is its help."""
     fields = dataclasses.fields(importlib.import_module(script).Args)
     source = (ROOT / f"{script}.py").read_text()
     words = {None: "", True: "on", False: "off"}
@@ -57,7 +58,7 @@ def flag_rows(script: str) -> list[list]:
 
 
 def flags(script: str) -> str:
-    """A table of a script's flags; of other scripts than ppo.py, of those that differ from its."""
+    """A table of a script's flags; for other scripts than ppo.py, of those that differ from its."""
     rows = flag_rows(script)
     if script == "ppo":
         return tables.table("flag | default |", rows, "---")
@@ -69,10 +70,11 @@ def flags(script: str) -> str:
 
 
 def results(script: str) -> str:
-    """A table of a script's committed runs: a row per environment, setting and length."""
+    """A table of a script's committed runs: a row for each environment, setting and length."""
     groups = {}
     for run in curves.read(RESULTS):
-        if run.script == script and run.status == "finished" and "study" not in run.variant:
+        studied = re.search("study|explore", run.variant)
+        if run.script == script and run.status == "finished" and not studied:
             groups.setdefault((run.env_id, run.variant, run.budget), []).append(run)
     rows = []
     for (env_id, setting, _), runs in groups.items():
@@ -87,7 +89,7 @@ def results(script: str) -> str:
 
 
 def rewrite(page: Path) -> str:
-    """A page's text with its links and tables as they now are."""
+    """A page's text with its links and tables made anew."""
     text = page.read_text()
     blocks = dict(tables.BLOCKS)
     if page.parent == DOCS:

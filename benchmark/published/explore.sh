@@ -1,12 +1,18 @@
 #!/usr/bin/env bash
-# A default that explores: step 1 of the protocol in docs/what_matters.md, written before anything ran.
-# Given again, it goes on. RUNS=folder, WORKERS=processes, CANDIDATES="NAME ..." may be set.
+# A default that explores: the protocol of docs/what_matters.md, written before anything ran. Given again, it goes on.
+# STEP=1: each candidate on the five tasks where the defaults are behind. STEP=2 CANDIDATES="explore-defaults NAME ...":
+# those that go on, on five where the defaults lead and on eight of MuJoCo. RUNS=folder and WORKERS=processes may be set.
+# Step 3, the winner's seeds 201 and on, is ppo.sh, once the winner is the default.
 . "$(dirname "$0")/bench.sh"
+if [[ ${STEP:-1} == 1 ]]; then
+  tasks=(dm_control/{finger-spin,pendulum-swingup,walker-run,hopper-hop,acrobot-swingup}-v0)
+else
+  tasks=(dm_control/{cartpole-swingup,cheetah-run,walker-walk,reacher-easy,quadruped-walk}-v0
+    {HalfCheetah,Walker2d,Ant,InvertedDoublePendulum,Hopper,Swimmer,Humanoid,Reacher}-v4)
+fi
 explore() { # VARIANT COMMAND
-  for task in finger-spin pendulum-swingup walker-run hopper-hop acrobot-swingup; do
-    bench --results benchmark/published/results/explore --variant "$1" --command "$2" \
-      --start-seed 101 --num-seeds 3 --env-ids "dm_control/$task-v0"
-  done
+  bench --results benchmark/published/results/explore --variant "$1" --command "$2" \
+    --start-seed 101 --num-seeds 3 --env-ids "${tasks[@]}"
 }
 script="python ppo_continuous_action.py" change="python benchmark/published/studies/change.py"
 
@@ -17,6 +23,6 @@ for name in ${CANDIDATES:-explore-defaults explore-log-std-0 explore-log-std-0.3
     explore-log-std-0) explore $name "$script --log-std-init 0" ;;
     explore-log-std-0.35) explore $name "$script --log-std-init -0.35" ;;
     explore-8-envs) explore $name "$script --num-envs 8 --num-steps 256" ;;
-    *) explore "$name" "$change $name" ;;
+    *) explore "explore-${name#explore-}" "$change $name" ;;
   esac
 done

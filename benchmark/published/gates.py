@@ -1,5 +1,9 @@
-"""A small environment with an image, a vector, a choice and a number, to see that all are learned:
-python ppo_pixels.py --env-id benchmark.published.gates:Gates-v0. Random play gets about 2 of 20."""
+"""A small environment with an image, a vector, a choice and a number, to see that all are learned.
+
+    python ppo_pixels.py --env-id benchmark.published.gates:Gates-v0
+
+Random play gets about 2 of 20.
+"""
 
 import gymnasium as gym
 import numpy as np
@@ -7,7 +11,8 @@ import numpy as np
 
 class Gates(gym.Env):
     """An image of 36 x 36 bytes shows which of three gates is open, a vector how high it is. A step
-    pays 1 - |height - chosen height|, at least 0, at the open gate, and 0 elsewhere; 20 steps."""
+    at the open gate pays 1 - |height - chosen height|, at least 0. Other gates pay 0. An episode
+    has 20 steps."""
 
     def __init__(self):
         box = gym.spaces.Box

@@ -1,5 +1,5 @@
-"""What a GPU was when its numbers were made: `python -m benchmark.published.gpu_device TABLE.csv`
-adds a row, with how many other programs used it."""
+"""`python -m benchmark.published.gpu_device TABLE.csv` adds a row that says which GPU was measured,
+and how many other programs used it."""
 
 import datetime
 import os
@@ -14,7 +14,7 @@ from benchmark.published.gpu_profile import add
 
 
 def asked(*what: str) -> list[str]:
-    """Lines that nvidia-smi answers, if it is there."""
+    """The lines that nvidia-smi answers; none if it isn't there."""
     try:
         return subprocess.check_output(["nvidia-smi", *what], text=True).splitlines()
     except (OSError, subprocess.CalledProcessError):

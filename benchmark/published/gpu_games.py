@@ -2,8 +2,9 @@
 
     python -m benchmark.published.gpu_games TABLE.csv
 
-Twice: as the C library allocates memory by default, and with large blocks kept (the variables
-MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_), as fresh pages cost a virtual machine much.
+It measures twice: as the C library allocates memory by default, and with large blocks kept (by the
+variables MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_). Fresh pages are costly on a virtual
+machine.
 """
 
 import csv

@@ -1,16 +1,21 @@
-"""What it would bring to act for one half of the games while the other half's step.
+"""What would be gained by acting for one half of the games while the other half steps.
 
     python -m benchmark.published.gpu_overlap TABLE.csv GAMES THREADS ACTING_MS...
     python -m benchmark.published.gpu_overlap TABLE.csv --model
 
-The first form plays Breakout by EnvPool with drawn actions; the host is busy for ACTING_MS between
-two steps of a game, as if it acted on a GPU. `together`: one pool, all games step, then the host
-acts. `pinned`: the same, with each thread on a core of its own. `halves`: two pools of half the
-games, each with as many threads; the host acts for one, as long as for all, while the other's games
-step. Rounds in turn: medians, and the ratio of halves to together, with its range.
+The first form plays Breakout by EnvPool with drawn actions. The host is busy for ACTING_MS between
+two steps of a game, as if it acted on a GPU. There are three schedules:
 
-The second form needs one core and no quiet machine: it measures the CPU time of a game's steps, and
-works out what these schedules would take on so many cores if nothing else cost time.
+    together   one pool: all games step, then the host acts
+    pinned     the same, with each thread on a core of its own
+    halves     two pools of half the games, each with as many threads: the host acts for one, as
+               long as for all, while the other's games step
+
+They take turns. The table has the medians of the rounds, and the ratio of halves to together with
+its range.
+
+The second form needs one core and no quiet machine. It measures the CPU time of a game's steps, and
+works out what the schedules would take on so many cores if nothing else cost time.
 """
 
 import heapq
@@ -102,8 +107,8 @@ def step_times(steps: int = 6000) -> np.ndarray:
 
 
 def modelled(times, parts: int, games: int, cores: int, acting: float, steps: int = 3000) -> float:
-    """Mean time of a step of all games, which `cores` play in order; one host acts, `acting` long,
-    for one of `parts` equal parts of the games after the other."""
+    """Mean time of a step of all games, which `cores` play in order. One host acts for each of
+    `parts` equal parts of the games in turn, and takes `acting` for each."""
     rng = np.random.default_rng(1)
     free = [0.0] * cores  # when each core is free
     ready = [0.0] * parts  # when each part's games have stepped

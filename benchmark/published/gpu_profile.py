@@ -3,10 +3,10 @@
     python -m benchmark.published.gpu_profile TABLE.csv SECONDS SCRIPT FLAGS...
 
 trains SCRIPT once for each FLAGS (a quoted string), from a warm start and for about SECONDS, in its
-own loop with its own logs, and adds a row to the table: `games` is the time within the
+own loop with its own logs. Each training adds a row to the table. `games` is the time within the
 environments' step, `acting` the rest of the rollout, `learning` the update, `other` the logs and
-checks between them. Then one more iteration is run under torch.profiler: what the device did in
-rollout and update, in kernels and copies, whose number is `launches`; its milliseconds are those
+checks between them. One more iteration is run under torch.profiler. It shows what the device did in
+rollout and update, in kernels and copies, whose number is `launches`. These milliseconds are those
 of the device's clock, not of the host's. A row that is there is not measured again.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-WARM = 3  # iterations before the clock starts: compilation, recorded graphs
+WARM = 3  # iterations before the clock starts, for compilation and recorded graphs
 
 
 class EnoughError(Exception):
@@ -30,12 +30,12 @@ class EnoughError(Exception):
 
 
 class Clock:
-    """Times the parts of a script's iterations, from inside: stands in for its functions."""
+    """Times the parts of a script's iterations: it stands in for the script's functions."""
 
     def __init__(self, script, seconds: float):
         self.seconds = seconds
         self.spent = Counter()
-        self.marks = []  # of each iteration: when it began, and what was spent until then
+        self.marks = []  # for each iteration: when it began, and what was spent until then
         self.device = {"rollout": Counter(), "update": Counter()}
         self.profiling = False
         self.saved = [(script, "rollout"), (script, "update")]
@@ -66,7 +66,7 @@ class Clock:
         return stand_in
 
     def begin(self):
-        """Of an iteration; the last one is profiled, and not timed."""
+        """Begin an iteration; the last one is profiled and not timed."""
         if self.profiling:
             raise EnoughError
         self.marks.append((time.perf_counter(), Counter(self.spent)))
@@ -111,7 +111,7 @@ def wait():
 
 
 def measure(script, flags: str, seconds: float) -> dict:
-    """A row of the table."""
+    """Train with these flags; returns a row of the table."""
     torch.compiler.reset()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -138,7 +138,7 @@ def read(table: Path) -> list[dict]:
 
 
 def add(table: Path, row: dict):
-    """Add a row at once: what comes after may be cut off."""
+    """Add a row at once, because what comes after may be cut off."""
     new = not table.exists()
     with table.open("a") as file:
         writer = csv.DictWriter(file, list(row), lineterminator="\n")

@@ -1,7 +1,7 @@
-"""When a training reached what return: `python -m benchmark.published.gpu_seconds RUN...`
+"""When a training reached which return: `python -m benchmark.published.gpu_seconds RUN...`
 
-For each run the steps a second of its second half, its last mean of 100 training episodes, and
-when that mean first reached the goals below.
+It prints for each run the steps per second of its second half, its last mean of 100 training
+episodes, and when that mean first reached the goals below.
 """
 
 import json

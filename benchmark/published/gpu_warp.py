@@ -1,10 +1,10 @@
 """Steps per second of ppo_continuous_action_warp.py on a device: the environment alone, with
-inference, and with learning, as CUDA graphs where there is CUDA.
+inference, and with learning. With CUDA each is a CUDA graph.
 
     python -m benchmark.published.gpu_warp TABLE.csv ENV_ID NUM_ENVS... [--tf32]
     python -m benchmark.published.gpu_warp PROFILE.txt ENV_ID NUM_ENVS --profile [--tf32]
 
-The second form says what kernels the device runs in one update and in one rollout, longest first.
+The second form says which kernels the device runs in one update and in one rollout, longest first.
 A row that is there is not measured again.
 """
 
@@ -62,7 +62,7 @@ class Training:
 
 
 def seconds_of(function, repeats: int = REPEATS) -> float:
-    """Of one call; five before it make libraries ready and record a graph."""
+    """Seconds of one call. Five calls before it make libraries ready and record a graph."""
     for _ in range(5):
         function()
     wait()

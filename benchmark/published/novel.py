@@ -1,12 +1,15 @@
-"""Tasks that need a memory: python ppo_lstm.py --env-id benchmark.published.novel:CartPoleNoVel-v1.
+"""Tasks that need a memory.
 
-Four of gymnasium's without the velocities, as rl-baselines3-zoo masks them, and one with a cue that
-is shown only once, 20 steps before it is needed. Without a memory the best is 0.5 on Cue."""
+    python ppo_lstm.py --env-id benchmark.published.novel:CartPoleNoVel-v1
+
+Four are gymnasium's without the velocities, as rl-baselines3-zoo masks them. In the fifth, Cue, a
+sign is shown only once, 20 steps before it is needed. Without a memory the best on Cue is 0.5.
+"""
 
 import gymnasium as gym
 import numpy as np
 
-SEEN = {  # which numbers of an observation are left
+SEEN = {  # the numbers of an observation that are left
     "CartPole-v1": [0, 2],
     "Pendulum-v1": [0, 1],
     "MountainCarContinuous-v0": [0],
@@ -15,8 +18,9 @@ SEEN = {  # which numbers of an observation are left
 
 
 class Cue(gym.Env):
-    """The first observation shows one of two signs, the others none; the last of `delay` + 1 says
-    that it is the last, and there the action that the sign has named pays 1. Nothing else pays."""
+    """The first of `delay` + 1 observations shows one of two signs, the others show none. The last
+    one says that it is the last. There the action that the sign has named pays 1. Nothing else
+    pays."""
 
     def __init__(self, delay: int = 20):
         self.delay = delay

@@ -1,5 +1,5 @@
-"""python benchmark/published/policies.py RUN...: keep of each run's folder what playing needs, in
-policies/<env>, and print its row for the table of policies/README.md."""
+"""`python benchmark/published/policies.py RUN...` keeps what playing needs of each run's folder, in
+policies/<env>, and prints its row for the table of policies/README.md."""
 
 import importlib
 import json
@@ -14,14 +14,15 @@ POLICIES = ROOT / "benchmark/published/policies"
 
 
 def smaller(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Weights of the value function as one 0, expanded; large tensors with 16 bits."""
+    """A tensor to keep: the value function's weights become one expanded 0, large tensors get 16
+    bits."""
     if name.startswith("critic"):
         return torch.zeros((), dtype=x.dtype).expand(x.shape)
     return x.half() if x.numel() > 30_000 else x
 
 
 def keep(run: Path) -> str:
-    """Write policies/<env>; its row of the table."""
+    """Write policies/<env>; returns its row of the table."""
     content = json.loads((run / "run.json").read_text())
     saved = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
     args = saved["args"]

@@ -1,4 +1,4 @@
-"""Pusher-v4 by EnvPool: gymnasium's own refuses to run on MuJoCo 3. To a script it is
+"""Pusher-v4 by EnvPool, because gymnasium's own refuses to run on MuJoCo 3. A script plays it by
 `--env-id benchmark.published.pusher:Pusher-v4`."""
 
 from functools import partial

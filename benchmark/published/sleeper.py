@@ -1,6 +1,6 @@
-"""An environment whose steps take 5 ms in which nothing is computed, as those of a simulator on
-another machine. To a script it is `--env-id benchmark.published.sleeper:Sleeper-v0`; sizes are
-HalfCheetah's, rewards and observations random."""
+"""An environment whose steps take 5 ms and compute nothing, like those of a simulator on another
+machine. A script plays it by `--env-id benchmark.published.sleeper:Sleeper-v0`. Sizes are
+HalfCheetah's, rewards and observations are random."""
 
 import time
 

@@ -1,6 +1,7 @@
-"""The tables of README.md and docs/, from the committed runs: each stands between <!-- its name -->
-and <!-- end -->. `python -m benchmark.published` makes them anew. README.md here says for each
-which page shows it and which command made its runs.
+"""The tables of README.md and docs/, from the committed runs.
+
+Each stands between <!-- its name --> and <!-- end -->. `python -m benchmark.published` makes them
+anew. README.md here says which page shows a table, and which command made its runs.
 """
 
 from functools import partial
@@ -15,11 +16,6 @@ from benchmark.report import estimate, number, table
 
 SPEED = RESULTS / "speed"
 CLIPPED = "ppo_continuous_action"
-CONTROL = (  # of dm_control; the first four by --rpo-alpha, too
-    *("cheetah-run", "hopper-hop", "reacher-easy", "walker-walk", "acrobot-swingup"),
-    *("cartpole-swingup", "finger-spin", "fish-upright", "humanoid-stand", "pendulum-swingup"),
-    *("quadruped-walk", "walker-run"),
-)
 
 
 def bold(text: str) -> str:
@@ -61,21 +57,23 @@ def clipped_results() -> str:
 
 
 def above(runs: list[data.Run], anchor) -> float:
-    """P(a run here > one of the anchor's), whose training returns are taken as normal with the
-    published mean and deviation: the mean over the runs here."""
+    """P(a run here > one of the anchor's), as a mean over the runs here. The anchor's training
+    returns are taken as normal, with the published mean and deviation."""
     scores = [run.score("training") for run in runs]
     return float(norm.cdf(scores, anchor.score, anchor.spread).mean())
 
 
 def control() -> str:
-    """Clipped PPO on dm_control beside CleanRL's, both after 1M steps; a last row of all tasks."""
+    """Clipped PPO on dm_control beside CleanRL's, both after 1M steps; the last row has all."""
     rows = []
     chances = []
     ours = []
     theirs = []
-    for name in sorted(f"dm_control/{task}-v0" for task in CONTROL):
+    for anchor in sorted(curves.control(), key=lambda anchor: anchor.env_id):
+        name = anchor.env_id
         own, *old = (curves.runs(name, CLIPPED, x) for x in ("default", "no-target-kl"))
-        (anchor,) = (x for x in curves.anchors(name) if x.steps == 1_000_000)
+        if not own:
+            continue
         chances.append(above(own, anchor))
         ours.append(np.mean([run.score("training") for run in own]))
         theirs.append(anchor.score)
@@ -89,7 +87,7 @@ def control() -> str:
 
 
 def goals() -> str:
-    """The study's goals, what the defaults make, and the highest that one of its changes does."""
+    """The study's goals, what the defaults make, and the most that one of its changes makes."""
     rows = []
     names = curves.STUDY | curves.FOUND
     for row in data.read_csv(RESULTS.parent / "goals.csv"):
@@ -120,7 +118,7 @@ def bootstrap() -> str:
 
 
 def helped() -> str:
-    """Final policies without and with what helped, by helped.csv."""
+    """Final policies without and with what helped, as helped.csv lists them."""
     rows = []
     for row in data.read_csv(RESULTS.parent / "helped.csv"):
         before = curves.runs(row["env_id"], row["script"], row["without"])
@@ -135,7 +133,7 @@ def helped() -> str:
 
 
 def scores_by_script(groups: list[report.Group], metric: str) -> list[list[str]]:
-    """A row per environment: seeds of each script, and each script's score."""
+    """A row for each environment: seeds of each script, and each script's score."""
     rows = []
     for env_id in curves.MUJOCO:
         own = {g.algorithm: g.scores(metric) for g in groups if g.env_id == env_id}
@@ -146,7 +144,7 @@ def scores_by_script(groups: list[report.Group], metric: str) -> list[list[str]]
 
 
 def head_to_head(metric: str) -> str:
-    """Scores, the best in bold, those of all environments, and P(a run above the clipped one's)."""
+    """Scores with the best in bold, those over all environments, and P(above the clipped one)."""
     groups = curves.committed(curves.SCRIPTS, curves.MUJOCO)
     scales = data.read_scales(data.SCALES)
     rows = []
@@ -164,13 +162,13 @@ def head_to_head(metric: str) -> str:
 
 
 def in_words(statistic, scores: list[np.ndarray]) -> str:
-    """Of scores by environment, with its 95 % interval."""
+    """A statistic of scores by environment, with its 95 % interval."""
     ends = report.between(*stats.interval(statistic, scores), report.ratio)
     return f"{statistic(*scores):.2f} {ends}"
 
 
 def scores() -> str:
-    """README's: final policies of all scripts, one setting a script but where it is said."""
+    """README's table: final policies of all scripts, of one setting each unless a row says so."""
     groups = curves.committed(curves.SCRIPTS, curves.MUJOCO)
     rows = [[f"{name}, 1M", *cells] for name, *cells in scores_by_script(groups, "evaluation")]
     lengths = "10M-64envs", "3M", "default"
@@ -194,8 +192,8 @@ def scores() -> str:
 def ablations(
     whole: str, changes: dict[str, str], env_ids, metric: str, seeds=curves.ANY, paid: str = ""
 ) -> str:
-    """A row for the whole and one per change: seeds, scores, P with its interval, p, verdict; of a
-    table of speeds also its CPU time, over that of the whole."""
+    """A row for the whole and one for each change: seeds, scores, P with its interval, p, verdict.
+    If `paid` names a table of speeds, also the CPU time, over that of the whole."""
     rows = []
     found = costs(paid) if paid else {}
     for name, scores, judged in curves.effects(whole, changes, env_ids, metric, seeds):
@@ -248,12 +246,12 @@ def cma_results() -> str:
 
 
 def saturation() -> str:
-    """The share of mean actions at a bound, by million steps, as saturation.py measured it."""
+    """The share of mean actions at a bound, by million steps, measured by saturation.py."""
     return report.listed(data.read_csv(RESULTS / "saturation.csv"))
 
 
 def crossing(curve: curves.Curve, score: float) -> int:
-    """The end of the first window with such a return, 0 without one."""
+    """The end of the first window with at least this return; 0 if there is none."""
     above = curve.ends[curve.returns >= score]
     return int(above[0]) if len(above) else 0
 
@@ -291,7 +289,7 @@ def humanoid() -> str:
 
 
 def kl_results() -> str:
-    """Of each seed the mean return of the five iterations that end with an episode."""
+    """For each seed the mean return of the five iterations that end at an episode."""
     rows = []
     marks = {"HalfCheetah-v4": (1000, 3000), "Swimmer-v4": (1000, 2480)}
     marks |= {"Hopper-v4": (1000, 2000, 3000), "InvertedPendulum-v4": (640,)}
@@ -314,12 +312,12 @@ def kl_results() -> str:
 
 
 def longest(runs: list[data.Run]) -> int:
-    """Episodes of the longest run, 0 without any."""
+    """Episodes of the longest run; 0 if there is none."""
     return max((len(run.returns) for run in runs), default=0)
 
 
 def between_ends(episodes: list[int]) -> str:
-    """From the fewest to the most, in words."""
+    """The range from the fewest to the most, in words."""
     if not episodes:
         return "not run"
     fewest = f"{min(episodes):,}"
@@ -328,8 +326,8 @@ def between_ends(episodes: list[int]) -> str:
 
 
 def coady(prefix: str) -> str:
-    """Table 1 of "AI Gym Workout", episodes until the mean of five is at a threshold or, by the
-    prefix "best_", table 2, the highest such mean; beside them each seed of our longest runs."""
+    """Table 1 of "AI Gym Workout", the episodes until the mean of five is at a threshold. With the
+    prefix "best_" it is table 2, the highest such mean. Each seed of our longest runs is beside."""
     rows = []
     for row in data.read_csv(RESULTS.parent / "coady.csv"):
         both = [curves.runs(row["env_id"], "ppo_kl_adaptive", name) for name in ("default", "1M")]
@@ -398,7 +396,7 @@ def ratio(mine: speed.Summary | None, other: speed.Summary | None, digits: int =
 
 
 def spread(mine: speed.Summary, other: speed.Summary) -> str:
-    """This ratio, and its range over rounds."""
+    """The same ratio with its range over rounds."""
     values = mine.cpu_rates / other.cpu_rates
     ends = f"{min(values):.1f} to {max(values):.1f}" if len(values) > 1 else "1 round"
     return f"**{median(values):.1f}** ({ends})"
@@ -408,7 +406,7 @@ CHEETAH = "ppo_continuous_action-HalfCheetah-v4"
 HUMANOID = "ppo_continuous_action-Humanoid-v4"
 KL = "ppo_kl_adaptive-HalfCheetah-v4"
 
-SPEEDS = (  # README's five, and more
+SPEEDS = (  # the first five are README's
     ("`ppo.py`, CartPole-v1", "ppo-CartPole-v1", "compiled"),
     ("`ppo_continuous_action.py`, HalfCheetah-v4", CHEETAH, "compiled"),
     ("the same, 8 environments", f"{CHEETAH}-8envs", "compiled"),
@@ -421,7 +419,7 @@ SPEEDS = (  # README's five, and more
 
 
 def speeds(most: int | None = 5, columns: int | None = 4) -> str:
-    """Steps per CPU-second of the scripts: README's part or all."""
+    """Steps per CPU-second of the scripts, all of them or README's part."""
     header = "script, environment", "steps per CPU-second", "to Stable-Baselines3's PPO"
     header += "to the bare environment", "eager, to Stable-Baselines3"
     header += ("memory: compiled, eager, Stable-Baselines3",)
@@ -435,7 +433,7 @@ def speeds(most: int | None = 5, columns: int | None = 4) -> str:
 
 
 def study_speed() -> str:
-    """Times of whole runs of the clipped script, over those without a KL stop."""
+    """Times of whole runs of the clipped script, relative to those without a KL stop."""
     rows = []
     names = ("default", "large", "none", "bare")
     for env_id in ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Ant-v4"):
@@ -520,7 +518,7 @@ def gpu_games() -> str:
 
 
 def gpu_overlap() -> str:
-    """What serving games in two halves would bring, by gpu_overlap.py --model."""
+    """What serving games in two halves would gain, by gpu_overlap.py --model."""
     rows = []
     for row in data.read_csv(RESULTS / "gpu/overlap-model.csv"):
         cells = [f"{row['games']:.0f}", f"{row['acting']:.1f}"]
@@ -555,8 +553,8 @@ def engine_name(engine: str, workers: str) -> str:
 
 
 def border(name: str) -> str:
-    """Each way to step environments: steps per second, and over those of one process. `border` has
-    environments alone, with random actions, `border_training` whole trainings."""
+    """Steps per second of each way to step environments, and their ratio to one process. `border`
+    has environments alone, with random actions, `border_training` has whole trainings."""
     grouped = {}
     for row in data.read_csv(SPEED / f"{name}.csv"):
         engine = row["engine"]
@@ -592,7 +590,8 @@ BLOCKS["all-speeds"] = partial(speeds, None, None)
 BLOCKS["saturation"] = saturation
 BLOCKS["lstm-results"] = partial(atari_results, "ppo_atari_lstm")
 ALPHAS = {f"{CLIPPED} rpo-{x}": f"`--rpo-alpha {x}`" for x in (0.01, 0.1, 0.5)}
-ON = *curves.MUJOCO[:4], *(f"dm_control/{task}-v0" for task in CONTROL[:4])
+TASKS = "cheetah-run", "hopper-hop", "reacher-easy", "walker-walk"
+ON = *curves.MUJOCO[:4], *(f"dm_control/{task}-v0" for task in TASKS)
 BLOCKS["rpo"] = partial(ablations, f"{CLIPPED} no-target-kl", ALPHAS, ON, "evaluation")
 CLAIMS = "ppo_kl_adaptive 200k", curves.COADY, curves.CLAIMED
 for metric in report.METRICS:
@@ -602,5 +601,6 @@ for metric in report.METRICS:
     modes = (curves.MODES, curves.MUJOCO)
     for name, studied in {"ablations": parts, "modes": modes}.items():
         BLOCKS |= {f"{name}-{metric}": partial(ablations, "ppo_cma 1M", *studied, metric)}
+BLOCKS["explore"] = partial(ablations, *curves.EXPLORING)
 for name, studied in {"what-matters": curves.SCREENED, "finalists": curves.FINALISTS}.items():
     BLOCKS[name] = partial(ablations, *studied, paid="what_matters-changes")

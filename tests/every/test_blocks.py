@@ -11,18 +11,18 @@ from program import folded
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Lines that each script may have at most, with slack: clarity comes first
 LINES = {
-    "ppo": 1165,
-    "ppo_continuous_action": 1210,
-    "ppo_cma": 1190,
-    "ppo_kl_adaptive": 1255,
-    "ppo_atari_multigpu": 1045,
-    "ppo_atari_lstm": 815,
-    "ppo_procgen": 785,
-    "ppo_pettingzoo_ma_atari": 820,
-    "ppo_continuous_action_warp": 1030,
-    "ppo_pixels": 1480,
-    "ppo_lstm": 1595,
-    "ppo_pettingzoo": 1285,
+    "ppo": 1180,
+    "ppo_continuous_action": 1220,
+    "ppo_cma": 1200,
+    "ppo_kl_adaptive": 1270,
+    "ppo_atari_multigpu": 1060,
+    "ppo_atari_lstm": 830,
+    "ppo_procgen": 800,
+    "ppo_pettingzoo_ma_atari": 840,
+    "ppo_continuous_action_warp": 1050,
+    "ppo_pixels": 1490,
+    "ppo_lstm": 1610,
+    "ppo_pettingzoo": 1300,
 }
 EVERY = pytest.mark.parametrize("script", LINES)
 
@@ -33,9 +33,9 @@ PIXELS, AGENTS, MEMORY = "ppo_pixels", "ppo_pettingzoo", "ppo_lstm"
 GAMES = {LSTM, PROCGEN, DUEL}  # a state; levels; two players
 # The algorithm, its spaces, and what is kept of them: each script has its own
 ALGORITHM = {
-    "Agent", "Args", "Batch", "Envs", "Rollout", "check_actor", "check_spaces", "evaluate", "load",
-    "make_env", "make_envs", "play", "ppo_loss", "restore", "rollout", "save", "to_env", "train",
-    "update",
+    "Agent", "Args", "Batch", "Envs", "KEPT", "Rollout", "check_actor", "check_spaces", "evaluate",
+    "load", "make_env", "make_envs", "play", "ppo_loss", "restore", "rollout", "save", "to_env",
+    "train", "update",
 }  # fmt: skip
 # but for these, which two siblings have in common
 SIBLINGS = {

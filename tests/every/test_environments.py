@@ -514,7 +514,7 @@ def test_networks_differ_with_the_seed_even_if_the_environment_seeds_torch(
     assert weights and not any(torch.equal(one[name], two[name]) for name in weights)
 
 
-ONE = r"reward.*: one of each is wanted \(several rewards: a wrapper that weighs them"
+ONE = r"reward.*: one of each is needed \(several rewards: a wrapper that weighs them"
 WRONG = {
     SeveralRewards: ONE,
     ListOfRewards: ONE,

@@ -202,7 +202,7 @@ def test_what_a_tracked_run_needs_its_policy_does_not(script, runs, tmp_path, mo
 
 FILMS = {  # what is in videos/ after one episode of each kind
     **{script: ["rl-video-episode-0.mp4"] for script in SMALL},
-    **{script: ["drawn-episode-0.mp4", "eval-episode-0.mp4"] for script in GYMNASIUM[-2:]},
+    **{script: ["eval-episode-0.mp4", "sampled-episode-0.mp4"] for script in GYMNASIUM[-2:]},
     "ppo_procgen": ["eval-episode-0.mp4", "train-episode-0.mp4"],
 }
 

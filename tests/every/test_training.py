@@ -419,7 +419,7 @@ def test_parameters_that_leave_the_vector_are_named(script, edit, tmp_path, monk
         return adam
 
     monkeypatch.setattr(module, "flat_adam", flat_adam)
-    with pytest.raises(RuntimeError, match=r"critic\S* was frozen, thawed or replaced"):
+    with pytest.raises(RuntimeError, match=r"critic\S* was frozen, unfrozen or replaced"):
         train(script, tmp_path / "run")
 
 

@@ -84,7 +84,7 @@ BOUNDS = [(-3e38, 3e38), (0, 1e-40), (0, 0), (-1e20, 1e20), (-1, np.inf), (1e8, 
 @pytest.mark.parametrize(("low", "high"), BOUNDS)
 def test_boxes_that_can_not_be_learned_in_are_refused(low, high, boxed, tmp_path, capfd):
     box = boxed(low, high, np.float64)
-    says = "a finite Box of actions is wanted, its sides from 1e-6 to 1e6"
+    says = "a finite Box of actions is needed, its sides from 1e-6 to 1e6"
     refused(capfd, says, train, tmp_path / "run", "--env-id Boxed-v0")
     assert not (tmp_path / "run").exists()
     spaces = SimpleNamespace(observation_space=gym.spaces.Box(-1, 1, (3,)), action_space=box)

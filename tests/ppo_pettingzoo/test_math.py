@@ -557,10 +557,10 @@ def test_a_saved_policy_acts_in_mpe2_as_its_users_write_it(tmp_path):
     assert args.env_id == SPEAKER
 
 
-def test_evaluation_prints_drawn_and_greedy_sums_and_means(tmp_path, capsys):
+def test_evaluation_prints_sampled_and_greedy_sums_and_means(tmp_path, capsys):
     train(tmp_path / "run")
     play = f"--evaluate {tmp_path / 'run'} --env-id agents_toy:make --eval-episodes 5"
-    for more, kind in (("", "drawn"), ("--eval-greedy", "greedy")):
+    for more, kind in (("", "sampled"), ("--eval-greedy", "greedy")):
         capsys.readouterr()
         found = script.evaluate(parse(f"{play} {more}"))
         said = capsys.readouterr().out
@@ -571,7 +571,7 @@ def test_evaluation_prints_drawn_and_greedy_sums_and_means(tmp_path, capsys):
         summary = re.search(rf"{kind}, 5 episodes: mean over agents (\S+) .* agents (\S+) ", said)
         assert float(summary[1]) == pytest.approx(np.mean(found), abs=0.006)
         assert float(summary[2]) == pytest.approx(3 * np.mean(found), abs=0.01)
-        assert "drawn, 5" in said and "greedy, 5" in said
+        assert "sampled, 5" in said and "greedy, 5" in said
         assert script.evaluate(parse(f"{play} {more}")) == found  # always the same episodes
 
 

@@ -179,7 +179,7 @@ def test_an_agent_for_other_eyes_or_with_another_network(tmp_path, capfd):
     play = ppo_pixels.parse_args(f"--evaluate {folder} --env-id {other}".split())
     refused(capfd, "its agent sees", ppo_pixels.evaluate, play)
     more = ppo_pixels.parse_args(["--resume", str(folder), "--separate-critic"])
-    says = "its agent does not fit the environment and the flags"
+    says = "does not fit the environment and the flags"
     refused(capfd, says, ppo_pixels.train, more)
     assert content(folder) == before
 

@@ -1,4 +1,4 @@
-"""The old gym's wrapper, around EnvPool's environments of today: four results, not five."""
+"""The old gym's wrapper for EnvPool's present environments: a step gives four results, not five."""
 
 from gymnasium import spaces
 

@@ -1,1 +1,1 @@
-"""Small studies behind single tables and figures: programs of their own, which nothing imports."""
+"""Small studies behind single tables and figures. Each is a program of its own."""

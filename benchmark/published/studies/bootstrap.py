@@ -1,6 +1,9 @@
-"""What the bootstrap at a time limit is worth to ppo_continuous_action_warp.py on Pendulum-v1: 800k
-steps, limits of 200 and 20 steps, 10 seeds (15 minutes; given again, it goes on). The scores in
-results/bootstrap.csv are mean returns of 200 steps of the mean action, in 1,024 environments."""
+"""What the bootstrap at a time limit is worth to ppo_continuous_action_warp.py on Pendulum-v1.
+
+Runs have 800k steps, limits of 200 and 20 steps, and 10 seeds. All take 15 minutes; given again,
+this goes on. The scores in results/bootstrap.csv are mean returns of 200 steps of the mean action,
+in 1,024 environments.
+"""
 
 import tempfile
 from pathlib import Path
@@ -11,14 +14,14 @@ from benchmark.published import RESULTS
 FILE = RESULTS / "bootstrap.csv"
 PENDULUM = script.Pendulum
 GAE = script.gae
-RULES = {  # of V before and after each step and its flags: what follows, and where it is not used
+RULES = {  # from V before and after a step and its flags: what follows, and where it is not used
     "the true last observation": lambda v, after, over, cut: (after, over),
     "the observation before it": lambda v, after, over, cut: (v.where(cut, after), over),
     "nothing": lambda v, after, over, cut: (after, over | cut),
 }
 
 
-def score(rule: str, limit: int, seed: int) -> float:  # trained and played
+def score(rule: str, limit: int, seed: int) -> float:  # of a policy trained here
     def pendulum(*given):
         envs = PENDULUM(*given)
         envs.limit = limit

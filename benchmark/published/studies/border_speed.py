@@ -1,12 +1,12 @@
-"""Steps per second of environments with random actions, by each way to step many of them.
+"""Steps per second of environments with random actions, for each way to step many of them.
 
     python -m benchmark.published.studies.border_speed --names sleep --rounds 3
 
-What is measured: this project's `Envs` in one process (0 workers), in W worker processes and on W
-threads of EnvPool, beside Stable-Baselines3's SubprocVecEnv and gymnasium's AsyncVectorEnv, which
-take one process an environment. In each round the engines take turns. Steps are environment steps
-that count: not the ones that only begin a new episode. CPU time is of all processes, from the first
-measured step to the last. The rows of other environments in the table stay.
+It measures this project's `Envs` in one process (0 workers), in W worker processes and on W threads
+of EnvPool. Beside them are Stable-Baselines3's SubprocVecEnv and gymnasium's AsyncVectorEnv, which
+have one process for each environment. In each round the engines take turns. Steps that only begin a
+new episode don't count. CPU time is that of all processes, from the first measured step to the
+last. The rows of other environments in the table stay.
 """
 
 import csv
@@ -41,12 +41,12 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Args:
-    names: list[str] = field(default_factory=lambda: list(NAMES))  # of the environments
+    names: list[str] = field(default_factory=lambda: list(NAMES))  # environments to measure
     num_envs: list[int] = field(default_factory=lambda: [8, 64])
     workers: list[int] = field(default_factory=lambda: [0, 1, 2, 4, 8])
     rounds: int = 3
-    seconds: float = 5.0  # of each measurement, at least three steps of all environments
-    real_time: bool = False  # before all others, where the machine is not quiet: for sleepers alone
+    seconds: float = 5.0  # length of a measurement; three steps of all environments at least
+    real_time: bool = False  # run before all other programs, on a busy machine: for sleepers alone
     output: Path = RESULTS / "speed" / "border.csv"
 
 
@@ -60,7 +60,7 @@ def tree(process: int) -> list[int]:
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and of the living ones that descend from it."""
+    """CPU time of this process and of all living processes that descend from it."""
     total = 0
     for process in tree(os.getpid()):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
@@ -70,8 +70,8 @@ def cpu_seconds() -> float:
 
 
 def hurry():
-    """Let every thread of this process and of those below it run before all other programs: who
-    sleeps wakes up in time. On a machine with other work a sleep of 5 ms takes 15 otherwise."""
+    """Let every thread of this process and of those below it run before all other programs, so that
+    a sleeper wakes up in time. On a busy machine a sleep of 5 ms would take 15."""
     for process in tree(os.getpid()):
         for thread in Path(f"/proc/{process}/task").iterdir():
             os.sched_setscheduler(int(thread.name), os.SCHED_RR, os.sched_param(1))
@@ -85,7 +85,7 @@ def make(env_id: str) -> gym.Env:
 
 
 class Ours:
-    """This project's border."""
+    """This project's `Envs`, in this process, in workers or by EnvPool."""
 
     def __init__(self, script: str, env_id: str, num_envs: int, workers: int):
         module = importlib.import_module(script)
@@ -103,7 +103,7 @@ class Ours:
 
 
 class Async:
-    """gymnasium's AsyncVectorEnv, as it comes: by shared memory, the next step resets."""
+    """gymnasium's AsyncVectorEnv with its defaults: shared memory, and the next step resets."""
 
     def __init__(self, env_id: str, num_envs: int):
         self.envs = gym.vector.AsyncVectorEnv([functools.partial(make, env_id)] * num_envs)
@@ -122,8 +122,9 @@ class Async:
 
 
 class Subproc:
-    """Stable-Baselines3's SubprocVecEnv: it resets at once. Its processes are started by fork: as
-    it comes, by forkserver, each imports torch, 64 of them 15 GB; steps cost the same."""
+    """Stable-Baselines3's SubprocVecEnv, which resets at once. Its processes are started by fork.
+    By forkserver, its default, each would import torch, and 64 of them would take 15 GB. Steps cost
+    the same."""
 
     def __init__(self, env_id: str, num_envs: int):
         from stable_baselines3.common.vec_env import SubprocVecEnv
@@ -145,7 +146,7 @@ class Subproc:
 def engines(
     name: str, num_envs: int, workers: list[int]
 ) -> dict[tuple[str, int], functools.partial]:
-    """What opens each engine, by its name and its processes or threads."""
+    """A function that opens each engine, by its name and its number of processes or threads."""
     script, env_id = NAMES[name]
     found = {}
     for count in workers:
@@ -165,7 +166,7 @@ def measure(opened, num_envs: int, seconds: float) -> tuple[int, float, float]:
     opened.space.seed(1)
     drawn = [np.array([opened.space.sample() for _ in range(num_envs)]) for _ in range(16)]
     actions = itertools.cycle(drawn)
-    for _ in range(2):  # after this every process is up
+    for _ in range(2):  # until every process is up
         opened.step(next(actions))
     steps = 0
     cpu = cpu_seconds()
@@ -186,7 +187,7 @@ def missing(name: str) -> str:
 
 
 def table(path: Path) -> tuple[dict[str, str], list[list[str]]]:
-    """The facts above a table, by environment, and its rows; nothing if there is none."""
+    """The facts above a table, by environment, and its rows; both empty if there is no table."""
     if not path.exists():
         return {}, []
     lines = path.read_text().splitlines()
@@ -196,7 +197,7 @@ def table(path: Path) -> tuple[dict[str, str], list[list[str]]]:
 
 
 def machine() -> str:
-    """Hardware, versions and commit, in a line."""
+    """Hardware, versions and commit in one line."""
     found = programs.provenance([sys.executable, __file__])
     hardware = found["hardware"]
     versions = ", ".join(f"{package} {number}" for package, number in found["versions"].items())
@@ -206,7 +207,7 @@ def machine() -> str:
 
 
 def report(rows: list[list[str]]):
-    """Medians over the rounds."""
+    """Print medians over the rounds."""
     shown = [["environment", "N", "engine", "workers", "steps/s", "per CPU-second", "load"]]
     keys = sorted({tuple(order(row)) for row in rows})
     for key in keys:
@@ -220,7 +221,7 @@ def report(rows: list[list[str]]):
 
 
 def order(row: list[str]) -> tuple:
-    """Environments in the order of NAMES, then sizes, engines and workers."""
+    """A row's place: by environments in the order of NAMES, then sizes, engines and workers."""
     ways = ("ours", "EnvPool", "SubprocVecEnv", "AsyncVectorEnv")
     return [*NAMES].index(row[0]), int(row[1]), ways.index(row[2]), int(row[3])
 
@@ -250,7 +251,7 @@ def main(args: Args):
                 rows.append([str(cell) for cell in row])
                 print(*row, flush=True)
         rows.sort(key=lambda row: (*order(row), int(row[4])))
-        with open(args.output, "w", newline="") as file:  # an environment is whole, or not there
+        with open(args.output, "w", newline="") as file:  # once an environment is whole
             for known in sorted(facts, key=[*NAMES].index):
                 file.write(f"# {known}: {facts[known]}\n")
             csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])

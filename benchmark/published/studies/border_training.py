@@ -1,9 +1,9 @@
-"""Steps per second of whole trainings, by each way to step the environments.
+"""Steps per second of whole trainings, for each way to step the environments.
 
     python -m benchmark.published.studies.border_training sleep HalfCheetah Humanoid
 
-Each round trains once with each engine, in turn. Seconds are the run's own, by the clock: they
-begin when all processes are up. The rows of other environments in the table stay.
+Each round trains once with each engine, in turn. Seconds are the run's own, by the clock, from the
+time when all processes are up. The rows of other environments in the table stay.
 """
 
 import csv

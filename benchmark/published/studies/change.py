@@ -1,8 +1,11 @@
-"""A script with changes: `change.py NAME` or `change.py NAME+NAME`, then the script's own flags;
-later `change.py --resume RUN` or `change.py --evaluate RUN`. Each change is a file of changes/, of
-ppo_cma.py if it begins with cma-, of ppo_kl_adaptive.py if with coady-, else of
-ppo_continuous_action.py; in a clone, `git apply benchmark/published/studies/changes/NAME.patch`
-makes it.
+"""Train a script with changes.
+
+    change.py NAME FLAGS...         the script's own flags; NAME+NAME makes two changes
+    change.py --resume RUN          later; or --evaluate RUN
+
+Each change is a patch in changes/. It changes ppo_cma.py if its name begins with cma-,
+ppo_kl_adaptive.py if with coady-, and else ppo_continuous_action.py. In a clone,
+`git apply benchmark/published/studies/changes/NAME.patch` makes it, too.
 """
 
 import importlib.util
@@ -23,19 +26,19 @@ def script_of(name: str) -> str:
 
 
 def changed(names: str):
-    """Their script as a module, with these changes."""
+    """The script that these changes belong to, as a module with the changes made."""
     script = script_of(names)
     paths = sorted((HERE / "changes").glob("*.patch"))
     known = {path.stem: path for path in paths if script_of(path.stem) == script}
     if not set(names.split("+")) <= known.keys():
         raise SystemExit(f"change.py {names}: not among {', '.join(known)}")
-    kept = tempfile.TemporaryDirectory()  # until the program ends: its text is read again
+    kept = tempfile.TemporaryDirectory()  # until the program ends, because its text is read again
     folder = Path(kept.name)
     shutil.copy(HERE.parents[2] / script, folder)
-    here = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # not in a clone around it
+    here = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # git sees no clone above
     for name in names.split("+"):
         subprocess.run(["git", "apply", known[name]], cwd=folder, env=here, check=True)
-    name = f"changed_{names.replace('.', '_')}"  # the same again, for torch's compile cache
+    name = f"changed_{names.replace('.', '_')}"  # always the same, for torch's compile cache
     spec = importlib.util.spec_from_file_location(name, folder / script)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -46,7 +49,7 @@ def changed(names: str):
 
 def main():
     name, *flags = sys.argv[1:] or [""]
-    if name in ("--resume", "--evaluate"):  # a run of this program: its changes are its name
+    if name in ("--resume", "--evaluate"):  # the run's name says which changes it has
         run = json.loads((Path(flags[0]) / "run.json").read_text())
         flags = [name, *flags]
         name = run["args"]["exp_name"]

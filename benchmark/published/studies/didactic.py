@@ -1,9 +1,10 @@
-"""PPO and PPO-CMA-m on a quadratic of two action dimensions, and no state: didactic.gif.
+"""PPO and PPO-CMA-m on a quadratic of two action dimensions, without a state: didactic.gif.
 
     python benchmark/published/studies/didactic.py
 
-Maximise r(a) = -|a|^2 over the box [-2, 2]^2 from N((-1, -1), 0.25^2), 64 actions an iteration,
-20 iterations: the problem of the PPO-CMA paper's first figure, by the `Agent` of ppo_cma.py.
+Both maximise r(a) = -|a|^2 over the box [-2, 2]^2. They start from N((-1, -1), 0.25^2) and take 20
+iterations of 64 actions. This is the problem of the PPO-CMA paper's first figure, solved by the
+`Agent` of ppo_cma.py.
 """
 
 import sys
@@ -54,8 +55,8 @@ def optimize(mode: str, seed: int, history: int = 5) -> Result:
 
 
 def draw(sides: list[tuple[str, str, Result]], path: Path):
-    """The clouds of actions side by side, one frame an iteration; of a side its name, colour and
-    result."""
+    """Draw the clouds of actions side by side, one frame for each iteration. A side is its name,
+    its colour and its result."""
     import matplotlib.pyplot as plt
     from PIL import Image
 

@@ -1,5 +1,5 @@
-"""python benchmark/published/studies/film.py RUN ENV_ID FILE.gif: some greedy episodes of a run of
-ppo_pixels.py as a small animation; how they were returned is printed."""
+"""`python benchmark/published/studies/film.py RUN ENV_ID FILE.gif` makes a small animation of some
+greedy episodes of a run of ppo_pixels.py, and prints their returns."""
 
 import sys
 from dataclasses import replace

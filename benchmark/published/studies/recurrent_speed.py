@@ -1,10 +1,13 @@
-"""Steps per CPU second of ppo_lstm.py and of sb3-contrib's RecurrentPPO, measured in turn in this
-process: python -m benchmark.published.studies.recurrent_speed FILE.csv [rounds].
+"""Steps per CPU second of ppo_lstm.py and of sb3-contrib's RecurrentPPO, in turn in this process.
 
-pip install --no-deps stable-baselines3 sb3-contrib. On CartPole without velocities with
-rl-baselines3-zoo's settings (8 x 32 steps, 20 epochs of one minibatch, LSTMs of 64 for policy and
-value); on frames of 64 x 64 bytes that cost nothing to make, with RecurrentPPO's default settings
-(128 steps, 10 epochs of minibatches of 128 rows, LSTMs of 256). A short training warms up."""
+    pip install --no-deps stable-baselines3 sb3-contrib
+    python -m benchmark.published.studies.recurrent_speed FILE.csv [rounds]
+
+CartPole without velocities has rl-baselines3-zoo's settings: 8 x 32 steps, 20 epochs of one
+minibatch, LSTMs of 64 for policy and value. Frames of 64 x 64 bytes, which cost nothing to make,
+have RecurrentPPO's default settings: 128 steps, 10 epochs of minibatches of 128 rows, LSTMs of 256.
+A short training warms up.
+"""
 
 import csv
 import platform
@@ -45,7 +48,7 @@ class Noise(gym.Env):
 
 gym.register("Noise-v0", Noise)
 CARTPOLE = {"learning_rate": 1e-3, "gamma": 0.98, "gae_lambda": 0.8, "ent_coef": 0.0}
-TASKS = {  # id, steps, settings of both, of ppo_lstm.py, of RecurrentPPO
+TASKS = {  # id: steps, settings of both, of ppo_lstm.py, of RecurrentPPO
     "CartPoleNoVel-v1": (
         4_096,
         CARTPOLE,
@@ -96,7 +99,7 @@ def main(file: str, rounds: int = 3):
     assert novel.SEEN  # its environments are registered
     found = []
     versions = torch.__version__, sys.modules["sb3_contrib"].__version__, platform.machine()
-    for number in range(rounds + 1):  # the first warms up
+    for number in range(rounds + 1):  # the first one warms up
         for task, (steps, both, our_own, their_own) in TASKS.items():
             steps = steps if number else 1_024
             two = our_own | {"separate_critic": True}

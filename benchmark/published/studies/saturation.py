@@ -1,5 +1,6 @@
-"""`python benchmark/published/studies/saturation.py RUNS`: how many mean actions (%) of each run of
-ppo_cma.py on Humanoid-v4 are near a bound (1 % of the box) or beyond it, by million steps."""
+"""`python benchmark/published/studies/saturation.py RUNS` prints, for each run of ppo_cma.py on
+Humanoid-v4 and each million steps, how many mean actions (%) are near a bound (1 % of the box) or
+beyond it."""
 
 import sys
 from pathlib import Path

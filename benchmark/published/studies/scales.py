@@ -1,5 +1,5 @@
-"""`python -m benchmark.published.studies.scales ENV...`: the mean return of random actions on each,
-the low ends in scales.csv."""
+"""`python -m benchmark.published.studies.scales ENV...` prints the mean return of random actions on
+each environment: the low ends in scales.csv."""
 
 import sys
 
