@@ -45,6 +45,13 @@ def returns(folder: Path) -> list[float]:
     return [float(score) for _, score, _ in rows(folder)[1:]]
 
 
+def checkpoint(folder: Path) -> dict:
+    """What a run's file holds, but for its arguments and the script's name."""
+    found = torch.load(folder / "checkpoint.pt", weights_only=True)
+    del found["args"], found["script"]
+    return found
+
+
 def program(script: str, more: str = ""):
     """`in_process` with a script's small run of scripts.py and these flags."""
     module = importlib.import_module(script)

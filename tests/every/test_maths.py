@@ -412,6 +412,27 @@ def test_moments_are_those_of_all_that_was_seen(script):
     assert moments.count == 5101
 
 
+@pytest.mark.parametrize("script", ["ppo", "ppo_continuous_action", *WHOLE])
+def test_a_numpy_actor_is_the_policy_of_when_it_was_made(script):
+    module, more = importlib.import_module(script), {}
+    box = gym.spaces.Box(-1, 1, (2,))
+    choice = gym.spaces.Discrete(3) if script == "ppo" else box
+    if script == "ppo_cma":
+        more = {"pretrain": False}
+    env = SimpleNamespace(observation_space=box, action_space=choice)
+    agent = module.Agent(env, module.Args(), **more)
+    if script == "ppo_cma":
+        agent.updates += 1  # before, it acts without its networks
+    obs = np.random.default_rng(0).normal(size=(100, 2)).astype(np.float32)
+    act, noise = agent.numpy_actor(), agent.noise(100)
+    before = act(obs, noise)
+    with torch.no_grad():
+        for parameter in agent.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    assert (act(obs, noise) == before).all()
+    assert (agent.numpy_actor()(obs, noise) != before).any()
+
+
 # --- games of EnvPool -----------------------------------------------------------------------------
 def game(script: str, i: int, limit: int = 1000) -> list[tuple[int, bool, bool]]:
     """Of each row of the toys' game i, again and again: the step of the game, or 0 in the row of

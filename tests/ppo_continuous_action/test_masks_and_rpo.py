@@ -167,15 +167,15 @@ class Masked(gym.Env):
     """Shows a mask, whatever it says, in its observations or beside them."""
 
     def __init__(self, kind: str, mask: np.ndarray, choices: gym.Space):
-        self.kind, self.mask, self.action_space = kind, mask, choices
-        box = spaces.Box(-1, 1, (3,))
-        nested = spaces.Dict({"action_mask": spaces.MultiBinary(mask.shape), "x": box})
-        self.observation_space = nested if kind == "observation" else box
+        self.action_space, self.observation_space = choices, spaces.Box(-1, 1, (3,))
+        self.shown = np.zeros(3), {"action_mask": mask}
+        if kind == "observation":
+            parts = {"action_mask": spaces.MultiBinary(mask.shape), "x": self.observation_space}
+            self.observation_space = spaces.Dict(parts)
+            self.shown = {"action_mask": mask, "x": np.zeros(3)}, {}
 
     def reset(self, seed=None, options=None):
-        if self.kind == "info":
-            return np.zeros(3), {"action_mask": self.mask}
-        return {"action_mask": self.mask, "x": np.zeros(3)}, {}
+        return self.shown
 
 
 @pytest.mark.parametrize("kind", ["info", "observation"])

@@ -211,19 +211,6 @@ def test_numpy_policy_is_the_torch_policy():
     np.testing.assert_allclose(agent.act(obs, noise), sample, atol=1e-6)
 
 
-@both
-def test_numpy_policy_is_that_of_when_it_was_made(script):
-    args, envs, agent = set_up(script)
-    obs = rng.normal(size=(100, 2)).astype(np.float32)
-    act, noise = agent.numpy_actor(), np.zeros((100, 2 if script is ppo else 1), np.float32)
-    before = act(obs, noise)
-    with torch.no_grad():
-        for parameter in agent.parameters():
-            parameter.add_(torch.randn_like(parameter))
-    assert (act(obs, noise) == before).all()
-    assert (agent.numpy_actor()(obs, noise) != before).any()
-
-
 @pytest.mark.parametrize("scale_actions", [True, False])
 def test_stored_actions_are_not_clipped_and_those_taken_are(scale_actions, monkeypatch):
     """Traps 22, 23."""

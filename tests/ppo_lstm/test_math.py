@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from maths import Log, killed_and_resumed, lstm_cell, returns
+from maths import Log, checkpoint, killed_and_resumed, lstm_cell, returns
 from program import rows, scalars, train_until_killed
 
 import ppo_lstm as script
@@ -60,12 +60,6 @@ def parse(flags: str = "", env_id: str = "Known-v0") -> Args:
 def train(folder: Path, flags: str = "", env_id: str = "Known-v0", module=script) -> Path:
     argv = f"--env-id {env_id} --run-dir {folder} {SMALL} {flags}".split()
     return module.train(module.parse_args(argv))
-
-
-def checkpoint(folder: Path) -> dict:
-    found = torch.load(folder / "checkpoint.pt", weights_only=True)
-    del found["args"], found["script"]
-    return found
 
 
 def make_agent(args: Args, env=None):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from maths import killed_and_resumed
+from maths import checkpoint, killed_and_resumed
 from program import content
 from scripts import refused
 
@@ -62,12 +62,6 @@ VECTOR = spaces.Box(-1, 1, (3,))
 def train(folder: Path, flags: str, env_id: str = KINDS) -> Path:
     args = ppo_pixels.parse_args(f"--env-id {env_id} --run-dir {folder} {SMALL} {flags}".split())
     return ppo_pixels.train(args)
-
-
-def checkpoint(folder: Path) -> dict:
-    found = torch.load(folder / "checkpoint.pt", weights_only=True)
-    del found["args"]
-    return found
 
 
 # --- runs -----------------------------------------------------------------------------------------
