@@ -179,20 +179,19 @@ def frames_agent(script: str, args, louder: float = 0.0):
 
 class Player:
     """Games of a script that learns from frames, an agent and its memory; `roll()` is the next
-    rollout, which `act` may record."""
+    rollout, for which the script's `rollout` gets `how`, too."""
 
-    def __init__(self, script: str, args, louder: float = 0.0, device: str = "cpu", **how):
-        self.module, self.args, self.log, self.how = (
-            importlib.import_module(script),
-            args,
-            Log(),
-            how,
-        )
-        whole = script in ("ppo_procgen", "ppo_pettingzoo_ma_atari")
-        which = args.num_envs if whole else slice(0, args.num_envs)
-        self.envs = self.module.Envs(args, how.pop("which", which))
+    def __init__(self, script: str, args, louder=0.0, device="cpu", which=None, **how):
+        self.module = importlib.import_module(script)
+        self.args = args
+        self.how = how
+        self.log = Log()
+        if which is None:
+            whole = script in ("ppo_procgen", "ppo_pettingzoo_ma_atari")
+            which = args.num_envs if whole else slice(0, args.num_envs)
+        self.envs = self.module.Envs(args, which)
         self.agent = frames_agent(script, args, louder).to(device)
-        self.more = []
+        self.more = []  # where environments are, and the rollout that is filled again and again
         if hasattr(self.agent, "initial_state"):
             self.state = self.agent.initial_state(args.num_envs)
         if hasattr(self.module, "start"):
@@ -201,12 +200,11 @@ class Player:
 
     def roll(self):
         """A Rollout; `state` is the memory after it."""
-        if hasattr(self, "state"):
-            given = self.agent, self.envs, self.state, self.log, self.args
-            data, self.state = self.module.rollout(*given)
-            return data
-        given = self.agent, self.envs, *self.more, self.log, self.args
+        memory = [self.state] if hasattr(self, "state") else []
+        given = self.agent, self.envs, *memory, *self.more, self.log, self.args
         data = self.module.rollout(*given, **self.how)
+        if memory:
+            data, self.state = data
         return self.more[1] if self.more else data
 
 

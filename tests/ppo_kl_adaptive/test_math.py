@@ -842,7 +842,7 @@ def test_17_a_resumed_run_learns_by_the_flags_given_now(tmp_path, monkeypatch):
 
     monkeypatch.setattr(script, "update", update)
     rates = "--learning-rate 1e-5 --value-learning-rate 1e-6"
-    script.train(parsed(f"--resume {folder} {rates} -k 0.7 --beta 5 -n 9"))
+    script.train(parsed(f"--resume {folder} {rates} -k 0.7 -n 9"))
     assert seen[0] == (0.7, servo["beta"])
     assert seen[1] == [1e-5 * servo["lr_multiplier"], 1e-6]
 

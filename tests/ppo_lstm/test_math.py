@@ -398,5 +398,6 @@ def test_a_sign_is_remembered_by_a_memory(tmp_path, memory, monkeypatch):
 
     if memory == "cleared in each row":
         monkeypatch.setattr(script.Agent, "recall", cleared)
-    score = learn_cue(tmp_path / "run", f"--memory {memory.replace('cleared in each row', 'lstm')}")
+    kind = "lstm" if memory == "cleared in each row" else memory
+    score = learn_cue(tmp_path / "run", f"--memory {kind}")
     assert score >= 0.95 if memory in ("lstm", "gru") else score <= 0.65

@@ -445,5 +445,5 @@ def test_the_win_rate_on_the_page_is_that_of_the_committed_games():
     scores = np.array(json.loads(table.read_text())["evaluation"])  # points ahead
     rate, low, high = script.win_rate(np.stack([scores, -scores], axis=1)).values()
     page = " ".join((ROOT / "docs/ppo_pettingzoo_ma_atari.md").read_text().split())
-    won = f"It won {rate * 100:.0f} of these {len(scores)} games"
+    won = f"won {rate * 100:.0f} of these {len(scores)} games"
     assert f"{won} (95 % interval {100 * low:.0f} to {100 * high:.0f})" in page
