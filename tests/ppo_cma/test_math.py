@@ -154,16 +154,13 @@ def test_4_get_action_and_value_samples_as_act_and_has_a_true_density():
     assert (make_agent(4, gamma=0.0).critic_inputs(obs, 500)[:, 4] == 0).all()
 
 
-def test_5_scaler_golden_numbers():
+def test_5_scaler_golden_numbers_weighs_iterations_equally_and_only_shrinks():
     agent = make_agent(3)
     ppo_cma.update_obs_scale(agent, torch.tensor([[1, 10, 0.01], [3, -10, 0.02]]))
     assert agent.obs_scale.tolist() == pytest.approx([0.223557, 0.049998, 1.0], abs=1e-6)
     ppo_cma.update_obs_scale(agent, torch.tensor([[0.1, 2.0, 0.0]] * 3))
     assert agent.obs_sq_mean.tolist() == pytest.approx([2.505, 52.0, 0.000125], rel=1e-5)
     assert agent.obs_scale.tolist() == pytest.approx([0.223557, 0.049998, 1.0], abs=1e-6)
-
-
-def test_5_scaler_weighs_iterations_equally_and_only_shrinks():
     agent = make_agent(1)
     previous = 1.0
     for size, value in ((10, 1.0), (10_000, 3.0), (5, 0.1), (7, 9.0)):

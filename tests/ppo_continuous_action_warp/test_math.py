@@ -298,7 +298,7 @@ def test_the_learning_rate_follows_the_kl(kl, before, after):
     assert float(rate) == pytest.approx(after, rel=1e-5) and rate.data_ptr() == place
 
 
-def test_the_learning_rate_in_an_update():
+def test_the_learning_rate_in_an_update(tmp_path):
     """Each step has the rate that the KL seen before it gave; the first shows none."""
     agent, _, _, (data,), args = play_toy("--num-minibatches 2 --update-epochs 3")
     batches, metrics = spied_update(agent, data, args)  # KL 0 all along
@@ -308,9 +308,6 @@ def test_the_learning_rate_in_an_update():
     agent, _, _, (data,), args = play_toy("--desired-kl 0")
     batches, _ = spied_update(agent, data, args)
     assert [rate for *_, rate in batches] == pytest.approx([1e-3] * 4)
-
-
-def test_a_fixed_learning_rate(tmp_path):
     train(tmp_path, "--desired-kl 0 --learning-rate 0.003")
     rates = [value for _, value in scalars(tmp_path)["charts/learning_rate"]]
     assert rates == pytest.approx([0.003] * 3)
