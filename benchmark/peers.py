@@ -93,7 +93,7 @@ def sb3_model(module, args):
         clip_range_vf=args.clip_coef if args.clip_vloss else None,
         normalize_advantage=args.norm_adv,
         ent_coef=args.ent_coef,
-        vf_coef=args.vf_coef,
+        vf_coef=args.vf_coef / 2,  # SB3's squared error has no 1/2
         max_grad_norm=args.max_grad_norm,
         target_kl=args.target_kl and args.target_kl / 1.5,  # SB3 stops at 1.5 times it
         policy_kwargs=net | {"ortho_init": True, "log_std_init": getattr(args, "log_std_init", 0)},

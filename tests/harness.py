@@ -1,10 +1,18 @@
-"""The harness's commands, called in this process, which saves their imports."""
+"""What the tests of the harness share: its commands, called in this process, which saves their
+imports; a toy program that they train; runs as programs leave them."""
 
 import contextlib
+import csv
+import hashlib
 import io
+import json
 import os
 import signal
 import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from unittest import mock
 
 import tyro
@@ -12,20 +20,122 @@ import tyro
 from benchmark.run import run
 from benchmark.verify import verify
 
+ROOT = Path(__file__).resolve().parent.parent
+TOY = (ROOT / "tests" / "harness_toy.py").read_text()
+HEAD = "global_step,seconds,return,length\n"
+SEVENS = [7.0] * 39
 
-def bench(*argv: str, **variables: str) -> subprocess.CompletedProcess:
-    """`python -m benchmark` with these words and environment variables."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    handler, verbs = signal.getsignal(signal.SIGINT), {"run": run, "verify": verify}
-    with (
-        mock.patch.dict(os.environ, variables),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-    ):
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def ended(call: Callable, *args, code: int = 0, **more) -> subprocess.CompletedProcess:
+    """What a call wrote, which ends with this exit code, or returns if that is 0."""
+    out, err = io.StringIO(), io.StringIO()
+    found = 0
+    handler = signal.getsignal(signal.SIGINT)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            tyro.extras.subcommand_cli_from_dict(verbs, prog="python -m benchmark", args=argv)
+            call(*args, **more)
         except SystemExit as end:
-            code = end.code or 0
+            found = end.code or 0
         finally:
             signal.signal(signal.SIGINT, handler)
-    return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
+    assert found == code, out.getvalue() + err.getvalue()
+    return subprocess.CompletedProcess(args, found, out.getvalue(), err.getvalue())
+
+
+def refused(says: str, call: Callable, *args, **more):
+    """The call ends with exit code 2 and one line, which says this."""
+    said = ended(call, *args, code=2, **more).stderr
+    assert said.startswith("benchmark: ")
+    assert said.count("\n") == 1, said
+    assert says in said
+
+
+def words(verb: str, **flags) -> list[str]:
+    """Of a command line: env_ids=["A", "B"] is --env-ids A B, and dry_run=[] is --dry-run."""
+    found = [verb]
+    for name, value in flags.items():
+        found.append(f"--{name.replace('_', '-')}")
+        found += map(str, value if isinstance(value, list) else [value])
+    return found
+
+
+def importable() -> dict[str, str]:
+    """The variable by which other processes, those of Slurm too, find the harness."""
+    return {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+
+def bench(verb: str, code: int = 0, **flags) -> subprocess.CompletedProcess:
+    """`python -m benchmark` with these words, and this exit code."""
+    verbs = {"run": run, "verify": verify}
+    given = {"prog": "python -m benchmark", "args": words(verb, **flags)}
+    with mock.patch.dict(os.environ, importable()):
+        return ended(tyro.extras.subcommand_cli_from_dict, verbs, code=code, **given)
+
+
+def background(verb: str, **flags) -> subprocess.Popen:
+    """The same in a process of its own, which writes to out.txt."""
+    command = [sys.executable, "-m", "benchmark", *words(verb, **flags)]
+    out = open("out.txt", "a")  # noqa: SIM115
+    env = os.environ | importable()
+    return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
+
+
+def wait_for(condition: Callable, seconds: float = 60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def lines(name: str) -> list[list[str]]:
+    """Of starts.txt or ends.txt, which toy programs write."""
+    path = Path(name)
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def write_run(folder: Path, seed: object, returns: Iterable[float] = SEVENS, step: int = 1, **info):
+    """A run as a script leaves it."""
+    folder.mkdir(parents=True)
+    args = {"env_id": "A-v0", "total_timesteps": 100}
+    told = {"script": "ppo.py", "seed": seed, "status": "finished", "args": args} | info
+    (folder / "run.json").write_text(json.dumps(told))
+    rows = [f"{k * step},{k},{value!r},1\n" for k, value in enumerate(returns, 1)]
+    (folder / "episodes.csv").write_text("".join([HEAD, *rows]))
+
+
+def write_job(
+    root: Path, env_id: str, script: str, seed: int, level: float, status: str = "finished",
+    steps: int = 1000, evaluation: tuple = (), variant: str = "default", **more,
+):  # fmt: skip
+    """A job whose training returns rise from 0 to the level and stay there: its score."""
+    folder = root / env_id / script / f"{variant}-s{seed}"
+    job = {"env_id": env_id, "script": script, "variant": variant, "seed": seed} | more
+    if status == "missing":
+        folder.mkdir(parents=True)
+    else:
+        returns = [min(k / 100, 1) * level for k in range(200)]
+        info = {"git_commit": "abc", "hardware": {"cpu": "Z80", "gpu": None}, "wall_seconds": 7200}
+        info |= {"args": {"env_id": env_id, "total_timesteps": steps}, "status": status}
+        write_run(folder / "run", seed, returns, steps // 200, script=f"{script}.py", **info)
+    (folder / "job.json").write_text(json.dumps(job))
+    if evaluation:
+        (folder / "evaluation.json").write_text(json.dumps({"returns": evaluation}))
+
+
+def table(path: Path | str) -> list[dict]:
+    with open(path) as file:
+        return list(csv.DictReader(file))
+
+
+def told(path: Path | str) -> dict:
+    return json.loads(Path(path).read_text())
+
+
+def digest(content: str | bytes) -> str:
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()

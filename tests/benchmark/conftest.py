@@ -2,9 +2,11 @@ import functools
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from harness import TOY
 
 import benchmark.run  # noqa: F401
 from benchmark import programs
@@ -29,3 +31,11 @@ def quick(monkeypatch):
     clock.sleep = lambda seconds: time.sleep(seconds / 10)
     monkeypatch.setattr(programs, "subprocess", SimpleNamespace(run=run))
     monkeypatch.setattr(sys.modules["benchmark.run"], "time", clock)
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch) -> Path:
+    """A folder to work in, with a toy program."""
+    monkeypatch.chdir(tmp_path)
+    Path("toy.py").write_text(TOY)
+    return tmp_path

@@ -4,11 +4,11 @@ import math
 import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from harness import ended
 from torch.utils.tensorboard import SummaryWriter
 
 import ppo_continuous_action as script
@@ -22,9 +22,14 @@ FLAGS = (
 )
 
 
-def train(of, folder) -> dict:
-    of.train(of.parse_args([*FLAGS.split(), "--run-dir", str(folder / "run")]))
+def train(of, folder, flags: str = "") -> dict:
+    of.train(of.parse_args([*FLAGS.split(), *flags.split(), "--run-dir", str(folder / "run")]))
     return of.load(folder / "run")[0].state_dict()
+
+
+def agent_of(name: str):
+    made = change.changed(name)
+    return made.Agent(made.make_env("HalfCheetah-v4"), made.Args(env_id="HalfCheetah-v4"))
 
 
 @pytest.fixture(scope="module")
@@ -45,35 +50,36 @@ def test_each_change_changes_what_is_learned(name, unchanged, tmp_path):
 
 
 def test_two_changes_at_once():
-    text = Path(change.changed("floor-0.01+layer-norm").__file__).read_text()
-    assert text.count("var + 1e-2") == 2 and text.count("LayerNorm(64)") == 1
-    with pytest.raises(SystemExit, match=r"nonsense: not among .*floor-0\.01, "):
-        change.changed("nonsense")
-    with pytest.raises(SystemExit, match=r"not among cma-ce.*, cma-scaled-rewards$"):
-        change.changed("cma-mean-first+symlog")  # of another script
+    agent = agent_of("floor-0.01+layer-norm")
+    assert any(isinstance(layer, torch.nn.LayerNorm) for layer in agent.modules())
+    agent.obs_moments.var.zero_()
+    assert agent.normalize(torch.ones(1, 17))[0, 0].item() == pytest.approx(10.0)
+    for names, told in (
+        ("nonsense", r"nonsense: not among .*floor-0\.01, "),
+        ("cma-mean-first+symlog", r"not among cma-ce.*, cma-scaled-rewards$"),  # other scripts'
+    ):
+        with pytest.raises(SystemExit, match=told):
+            change.changed(names)
 
 
-def test_a_run_knows_its_changes(tmp_path, monkeypatch, capsys):
+def test_a_run_knows_its_changes(tmp_path, monkeypatch):
     """Played with the network it learned with; the script alone says that it does not fit."""
     run = str(tmp_path / "run")
-    monkeypatch.setattr(sys, "argv", ["change.py", "layer-norm", *FLAGS.split(), "--run-dir", run])
-    change.main()
-    assert f"play: python change.py --evaluate {run}\n" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["change.py", "--evaluate", run, "--eval-episodes", "2"])
-    change.main()
-    assert "greedy, 2 episodes: -" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        script.load(run)
-    assert "does not fit the environment: Error(s) in loading" in capsys.readouterr().err
 
+    def said(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["change.py", *words])
+        return ended(change.main).stdout
 
-def agent_of(made, env_id: str = "HalfCheetah-v4"):
-    args = made.Args(env_id=env_id)
-    return made.Agent(made.make_env(env_id), args), args
+    assert f"play: python change.py --evaluate {run}\n" in said(
+        "layer-norm", *FLAGS.split(), "--run-dir", run
+    )
+    assert "greedy, 2 episodes: -" in said("--evaluate", run, "--eval-episodes", "2")
+    done = ended(script.load, run, code=2)
+    assert "does not fit the environment: Error(s) in loading" in done.stderr
 
 
 def test_floors_are_those_of_torch_and_numpy():
-    agent, _ = agent_of(change.changed("floor-0.1"))
+    agent = agent_of("floor-0.1")
     agent.obs_moments.var.fill_(0.15)
     obs = np.full((1, 17), 0.5, np.float32)
     assert agent.normalize(torch.tensor(obs))[0, 0].item() == pytest.approx(1.0)
@@ -83,23 +89,20 @@ def test_floors_are_those_of_torch_and_numpy():
 
 def test_deviations_by_state():
     """What acts in numpy is what is learned: the noise of a sample is that of its probability."""
-    agent, _ = agent_of(change.changed("state-std"))
+    agent = agent_of("state-std")
     torch.nn.init.normal_(agent.actor_mean[-1].weight, std=0.1)
     obs = np.random.default_rng(0).normal(size=(5, 17)).astype(np.float32)
     mean, sample = agent.act(obs), agent.act(obs, np.ones((5, 6), np.float32))
     std = torch.tensor(sample - mean)
     assert std.std(dim=0).min() > 0.001
     _, logprob, _, _ = agent(torch.tensor(obs), torch.tensor(sample))
-    normal = torch.distributions.Normal(torch.tensor(mean), std)
-    torch.testing.assert_close(
-        logprob, normal.log_prob(torch.tensor(sample)).sum(-1), rtol=1e-4, atol=1e-4
-    )
+    expected = torch.distributions.Normal(torch.tensor(mean), std).log_prob(torch.tensor(sample))
+    torch.testing.assert_close(logprob, expected.sum(-1), rtol=1e-4, atol=1e-4)
 
 
 def test_pink_noise():
     """Of deviation 1, and alike from step to step: white noise has no such correlation."""
-    agent, _ = agent_of(change.changed("pink-noise"))
-    noise = agent.noise(4096, 2)
+    noise = agent_of("pink-noise").noise(4096, 2)
     assert noise.shape == (4096, 2, 6) and noise.dtype == np.float32
     assert noise.std() == pytest.approx(1.0, abs=0.02)
     assert 0.15 < np.mean(noise[1:] * noise[:-1]) < 0.45
@@ -116,9 +119,7 @@ def test_value_epochs_move_the_critic_alone(tmp_path, monkeypatch):
 
     monkeypatch.setattr(made, "minibatch_step", step)
     monkeypatch.setattr(made, "compile_step", lambda agent, args: step)
-    args = made.parse_args([*FLAGS.split(), "--total-timesteps", "256", "--update-epochs", "2"])
-    args.run_dir = tmp_path / "run"
-    made.train(args)
+    train(made, tmp_path, "--total-timesteps 256 --update-epochs 2")
     assert len(seen) == 4 * 4
     actors, critics = zip(*seen, strict=True)
     assert all(torch.equal(x, actors[7]) for x in actors[8:])

@@ -44,12 +44,18 @@ pytestmark = [  # of TorchScript, and within the exporter
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
-    """A folder with the page's export.py, imported from there."""
+    """A folder with the page's export.py, imported from there; agents begin with one seed."""
+    torch.manual_seed(1)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "export.py").write_text(EXPORT)
     yield tmp_path
     sys.modules.pop("export", None)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(1)
 
 
 def spaces(observations, actions):
@@ -73,9 +79,10 @@ def shaken(agent, loud: float = 30.0):
     return agent
 
 
-def export(script, agent, monkeypatch, edit=lambda snippet: snippet):
-    """Run the page's snippet of this script, or of its group, on this agent."""
-    monkeypatch.setattr(script, "load", lambda folder: (agent, agent_args(agent)))
+def export(script, agent, monkeypatch, change: dict[str, str] | None = None) -> dict:
+    """Run the page's snippet of this script, or of its group, on this agent; its names. What is to
+    be changed must be there."""
+    monkeypatch.setattr(script, "load", lambda folder: (agent, getattr(agent, "args", None)))
     found = [x for x in SNIPPETS if f"from {script.__name__} import" in x]
     if not found:
         section = re.search(rf"### [^\n]*`{script.__name__}\.py`.*?```python\n(.*?)```", PAGE, re.S)
@@ -83,24 +90,16 @@ def export(script, agent, monkeypatch, edit=lambda snippet: snippet):
         leader = re.search(r"from (ppo\w+) import", text).group(1)
         found = [text.replace(f"from {leader} import", f"from {script.__name__} import")]
     (snippet,) = found
-    names = {}
-    exec(edit(snippet), names)
+    for old, new in (change or {}).items():
+        assert old in snippet
+        snippet = snippet.replace(old, new)
+    exec(snippet, names := {})
     return names
 
 
 def undecided(head: torch.nn.Linear, scores: torch.Tensor):
     """Change a head so that each choice is the likeliest somewhere, by its scores [rows, C]."""
     head.bias.data -= scores.detach().mean(dim=0)
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    """Agents begin with the same weights each time."""
-    torch.manual_seed(1)
-
-
-def agent_args(agent):
-    return getattr(agent, "args", None)
 
 
 def run(name: str, **inputs) -> list[np.ndarray]:
@@ -127,77 +126,53 @@ def count(module) -> int:
     return sum(x.numel() for x in module.parameters())
 
 
-@pytest.mark.parametrize("script", [ppo_continuous_action, ppo_continuous_action_warp])
-def test_scaled_actions(script, monkeypatch, rng):
-    agent = shaken(script.Agent(spaces(VECTOR, BOX)), loud=8.0)
-    export(script, agent, monkeypatch)
-    obs = rng.standard_normal((ROWS, 5)).astype(np.float32)
-    expected = agent.act(obs)
-    assert np.ptp(expected, axis=0).min() > 0.1
-    (actions,) = run("policy", obs=obs)
-    np.testing.assert_allclose(actions, expected, atol=1e-5)
-    held = numbers() - count(agent.actor_mean)
-    assert 0 < held < 32  # moments, origin and unit; no critic
-    assert count(agent.critic) > 1000
-
-
-def test_choices(monkeypatch, rng):
-    agent = shaken(ppo.Agent(spaces(VECTOR, CHOICES)))
-    export(ppo, agent, monkeypatch)
-    obs = rng.standard_normal((ROWS, 5)).astype(np.float32)
-    expected = agent.act(obs)
-    assert set(expected) == set(range(4))
-    (actions,) = run("policy", obs=obs)
-    np.testing.assert_array_equal(actions, expected)
-    assert numbers() == count(agent.actor)
-
-
-@pytest.mark.slow
-def test_choices_in_branches(monkeypatch, rng):
-    agent = shaken(ppo.Agent(spaces(VECTOR, gym.spaces.MultiDiscrete([3, 2]))))
-    (line,) = re.findall(r"^`(torch\.stack.*)`\.$", PAGE, re.MULTILINE)
-    edit = {"agent.actor(obs).argmax(dim=-1)": line, "import numpy": "import torch\nimport numpy"}
-
-    def edited(snippet: str) -> str:
-        for old, new in edit.items():
-            assert old in snippet
-            snippet = snippet.replace(old, new)
-        return snippet
-
-    export(ppo, agent, monkeypatch, edited)
-    obs = rng.standard_normal((ROWS, 5)).astype(np.float32)
-    (actions,) = run("policy", obs=obs)
-    np.testing.assert_array_equal(actions, agent.act(obs))
-
-
-@pytest.mark.parametrize("mode", ["ppo-cma-m", pytest.param("ppo", marks=SLOW)])
-def test_ppo_cmas_mean(mode, monkeypatch, rng):
-    args = ppo_cma.Args(mode=mode)
-    agent = shaken(ppo_cma.Agent(spaces(VECTOR, BOX), args, pretrain=False))
+def cma(mode: str):
+    agent = ppo_cma.Agent(spaces(VECTOR, BOX), ppo_cma.Args(mode=mode), pretrain=False)
     agent.updates += 1  # before the first update, it acts by the initial Gaussian
-    export(ppo_cma, agent, monkeypatch)
-    obs = rng.standard_normal((ROWS, 5)).astype(np.float32)
-    expected = agent.act(obs)
-    assert np.ptp(expected, axis=0).min() > 0.5
-    (actions,) = run("policy", obs=obs)
+    return agent
+
+
+(BRANCHES,) = re.findall(r"^`(torch\.stack.*)`\.$", PAGE, re.MULTILINE)
+BRANCHED = {
+    "agent.actor(obs).argmax(dim=-1)": BRANCHES,
+    "import numpy": "import torch\nimport numpy",
+}
+CLIPPED, TIMED = ppo_continuous_action, ppo_kl_adaptive
+WARP, TWO = ppo_continuous_action_warp, gym.spaces.MultiDiscrete([3, 2])
+VECTORS = {  # the script, its agent, how loud its actor, its network, and a change of the snippet
+    "box": (CLIPPED, lambda: CLIPPED.Agent(spaces(VECTOR, BOX)), 8.0, "actor_mean", {}),
+    "warp": (WARP, lambda: WARP.Agent(spaces(VECTOR, BOX)), 8.0, "actor_mean", {}),
+    "choices": (ppo, lambda: ppo.Agent(spaces(VECTOR, CHOICES)), 30.0, "actor", {}),
+    "branches": (ppo, lambda: ppo.Agent(spaces(VECTOR, TWO)), 30.0, "actor", BRANCHED),
+    "cma": (ppo_cma, lambda: cma("ppo-cma-m"), 30.0, "mean_net", {}),
+    "cma's ppo": (ppo_cma, lambda: cma("ppo"), 30.0, "mean_net", {}),
+    "time": (TIMED, lambda: TIMED.Agent(spaces(VECTOR, BOX)), 2.0, "actor", {}),
+    "time, choices": (TIMED, lambda: TIMED.Agent(spaces(VECTOR, CHOICES)), 2.0, "actor", {}),
+}
+
+
+RARE = ("branches", "cma's ppo", "time, choices")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(x, marks=[SLOW] * RARE.count(x)) for x in VECTORS])
+def test_vectors(kind, monkeypatch, rng):
+    script, make, loud, network, change = VECTORS[kind]
+    agent = shaken(make(), loud)
+    export(script, agent, monkeypatch, change)
+    inputs = {"obs": rng.standard_normal((ROWS, 5)).astype(np.float32)}
+    if script is TIMED:
+        inputs["time"] = np.arange(ROWS, dtype=np.float32) * 20
+    expected = agent.act(**inputs)
+    assert np.ptp(expected, axis=0).min() > (0.1 if network == "actor_mean" else 0.5)
+    (actions,) = run("policy", **inputs)
     np.testing.assert_allclose(actions, expected, atol=1e-5)
-    assert numbers() < count(agent.mean_net) + 32
-
-
-@pytest.mark.parametrize(
-    "actions", [BOX, pytest.param(CHOICES, marks=SLOW)], ids=["box", "choices"]
-)
-def test_a_policy_that_sees_the_time(actions, monkeypatch, rng):
-    agent = shaken(ppo_kl_adaptive.Agent(spaces(VECTOR, actions)), loud=2.0)
-    export(ppo_kl_adaptive, agent, monkeypatch)
-    obs = rng.standard_normal((ROWS, 5)).astype(np.float32)
-    time = np.arange(ROWS, dtype=np.float32) * 20
-    expected = agent.act(obs, time=time)
-    (found,) = run("policy", obs=obs, time=time)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert np.ptp(expected, axis=0).min() > 0.5
-    assert not np.array_equal(expected, agent.act(obs))
-    assert numbers() < count(agent.actor) + 32
+    held = numbers() - count(getattr(agent, network))
+    assert 0 <= held < 32  # moments, origin and unit; no critic
+    if script is TIMED:
+        assert not np.array_equal(expected, agent.act(inputs["obs"]))
+    if script is ppo and not change:
+        assert held == 0
+        assert set(expected) == set(range(4))
 
 
 @pytest.mark.parametrize(
@@ -211,13 +186,13 @@ def test_a_policy_that_sees_the_time(actions, monkeypatch, rng):
 )
 def test_pixels_as_bytes(script, shape, monkeypatch, rng):
     agent = shaken(script.Agent(spaces(None, CHOICES)))
-    assert f"(2, {', '.join(map(str, shape))})" in PAGE
+    example = f"(2, {', '.join(map(str, shape))})"
+    assert example in PAGE
     obs = rng.integers(0, 256, (ROWS, *shape))
     obs = np.uint8(obs * np.linspace(0, 1, ROWS).reshape(-1, 1, 1, 1))  # from dark to bright
     undecided(agent.actor, agent.policy(torch.tensor(obs))[0])
     agent.args.bf16 = True  # which the snippet undoes
-    change = "(2, 4, 84, 84)", f"(2, {', '.join(map(str, shape))})"
-    export(script, agent, monkeypatch, lambda snippet: snippet.replace(*change))
+    export(script, agent, monkeypatch, {"(2, 4, 84, 84)": example})
     expected = agent.act(obs)
     assert len(set(expected)) > 1
     (actions,) = run("policy", obs=obs)
@@ -242,20 +217,16 @@ def test_a_memory(monkeypatch, rng):
     assert np.abs(names["state"]).max() > 0.01
 
 
-@pytest.mark.parametrize(
-    "observations, actions",
-    [
-        pytest.param(IMAGE, CHOICES, marks=SLOW),
-        (gym.spaces.Dict({"camera": IMAGE, "joints": VECTOR}), gym.spaces.Tuple([BOX, CHOICES])),
-    ],
-    ids=["image", "mixed"],
-)
-def test_images_and_more(observations, actions, monkeypatch, rng):
+@pytest.mark.parametrize("kind", [pytest.param("image", marks=SLOW), "mixed"])
+def test_images_and_more(kind, monkeypatch, rng):
+    several = kind == "mixed"
+    observations = gym.spaces.Dict({"camera": IMAGE, "joints": VECTOR}) if several else IMAGE
+    actions = gym.spaces.Tuple([BOX, CHOICES]) if several else CHOICES
     agent = shaken(ppo_pixels.Agent(spaces(observations, actions), ppo_pixels.Args()))
     observations.seed(1)
     items = [observations.sample() for _ in range(ROWS)]
     raw = np.stack(items)
-    if isinstance(observations, gym.spaces.Dict):
+    if several:
         raw = {key: np.stack([item[key] for item in items]) for key in items[0]}
     seen = agent.observe(raw)
     undecided(agent.actor, agent.policy(ppo_pixels.as_tensors(seen, "cpu"))[0])
@@ -263,16 +234,13 @@ def test_images_and_more(observations, actions, monkeypatch, rng):
     parts = dict(zip(names["parts"], seen, strict=True))
     assert parts["obs_0"].dtype == np.uint8  # the image itself
     (rows,) = run("policy", **parts)
-    acted = agent.act(raw)
-    parted = (part for _, part in ppo_pixels.parts(actions))
-    assert sum(gym.spaces.flatdim(part) for part in parted) == rows.shape[1]
-    if isinstance(actions, gym.spaces.Discrete):
-        np.testing.assert_array_equal(rows.argmax(axis=-1), acted)
-        assert len(set(acted)) > 1
-        return
-    numbers, choices = acted
-    np.testing.assert_allclose(np.clip(rows[:, :2], BOX.low, BOX.high), numbers, atol=1e-5)
-    np.testing.assert_array_equal(rows[:, 2:].argmax(axis=-1), choices)
+    *numbers, chosen = agent.act(raw) if several else (agent.act(raw),)
+    assert rows.shape[1] == 2 * len(numbers) + 4
+    np.testing.assert_array_equal(rows[:, -4:].argmax(axis=-1), chosen)
+    if several:
+        np.testing.assert_allclose(np.clip(rows[:, :2], BOX.low, BOX.high), *numbers, atol=1e-5)
+    else:
+        assert len(set(chosen)) > 1
 
 
 @pytest.mark.parametrize("flags", [{}, {"memory": "gru", "previous_action": True}], ids=str)
@@ -309,29 +277,19 @@ def test_several_agents(monkeypatch, rng):
         np.testing.assert_array_equal(rows[:, 0], expected)
         assert numbers(name) < count(agent.actor) + 32
     assert len(chosen) > 1
-    # with a mask, as the page says
-    with_mask = {
+    with_mask = {  # as the page says
         ", roles.has[i]]": "]",
         "act(agent, obs, rest": "act(agent, obs, mask, rest",
         "shape[0], -1)]": "shape[0], -1), mask]",
         "np.float32))": "np.float32), mask=np.ones((2, 3), np.float32))",
     }
-
-    def edited(snippet: str) -> str:
-        for old, new in with_mask.items():
-            assert old in snippet
-            snippet = snippet.replace(old, new)
-        return snippet
-
-    export(ppo_pettingzoo, agent, monkeypatch, edited)
+    export(ppo_pettingzoo, agent, monkeypatch, with_mask)
     obs = rng.uniform(-1, 1, (ROWS, 3)).astype(np.float32)
     mask = np.float32(rng.permuted(np.tile([0, 1, 1], (ROWS, 1)), axis=1))
     (rows,) = run("scout", obs=obs, mask=mask)
-    infos = [{"scout": {"action_mask": x}} for x in mask]
-    expected = [
-        agent.act({"scout": x}, infos=info)["scout"] for x, info in zip(obs, infos, strict=True)
-    ]
-    np.testing.assert_array_equal(rows[:, 0], expected)
+    for row, x, allowed in zip(rows, obs, mask, strict=True):
+        infos = {"scout": {"action_mask": allowed}}
+        assert row[0] == agent.act({"scout": x}, infos=infos)["scout"]
 
 
 def test_the_loops_of_a_trained_policy(place, monkeypatch):
@@ -354,8 +312,3 @@ def test_the_loops_of_a_trained_policy(place, monkeypatch):
     expected = agent.act(np.zeros((1, 17)))
     np.testing.assert_allclose(torch_names["actions"].numpy(), expected, atol=1e-5)
     shutil.rmtree("runs")
-
-
-@pytest.fixture
-def rng():
-    return np.random.default_rng(1)

@@ -8,6 +8,7 @@ import runpy
 import shlex
 import signal
 import sys
+from types import ModuleType
 
 import gymnasium as gym
 import numpy as np
@@ -190,9 +191,9 @@ def rows(page: str, section: str = "") -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
-def here(first: str) -> str:
+def here(first: str, section: str = "") -> str:
     """What the row whose first cell begins so has in its second one."""
-    (cell,) = (row[1] for row in rows(COMING) if row[0].startswith(first))
+    (cell,) = (row[1] for row in rows(COMING, section) if row[0].startswith(first))
     return cell
 
 
@@ -202,29 +203,42 @@ def command(cell: str, script) -> object:
     return script.parse_args(shlex.split(found))
 
 
-def test_cleanrls_defaults():
-    """By the tables of its own flags."""
-    same = {"norm_adv": True, "max_grad_norm": 0.5, "gamma": 0.99, "gae_lambda": 0.95}
-    cell = next(row[1] for row in rows(COMING, "From CleanRL") if row[0] == "its defaults")
-    discrete = {"learning_rate": 2.5e-4, "update_epochs": 4, "num_envs": 4, "num_steps": 128}
-    discrete |= {"num_minibatches": 4, "ent_coef": 0.01, "clip_vloss": True, "clip_coef": 0.2}
-    continuous = {"learning_rate": 3e-4, "update_epochs": 10, "num_envs": 1, "num_steps": 2048}
-    continuous |= {"num_minibatches": 32, "ent_coef": 0.0, "clip_vloss": True, "clip_coef": 0.2}
-    continuous |= {"log_std_init": 0.0, "scale_actions": False, "target_kl": None}
-    for script, expected in ((ppo, discrete), (ppo_continuous_action, continuous)):
-        args = vars(command(cell, script))
-        assert expected | same == {name: args[name] for name in expected | same}
+SHARED = {"norm_adv": True, "max_grad_norm": 0.5, "gamma": 0.99, "gae_lambda": 0.95}
+SHARED |= {"clip_coef": 0.2, "clip_vloss": True}
+CHOICES = {"learning_rate": 2.5e-4, "update_epochs": 4, "num_steps": 128, "num_minibatches": 4}
+CHOICES |= {"num_envs": 4, "ent_coef": 0.01}
+BOXES = {"learning_rate": 3e-4, "update_epochs": 10, "num_steps": 2048, "num_minibatches": 32}
+BOXES |= {"num_envs": 1, "ent_coef": 0.0}
+BOXES |= {"log_std_init": 0.0, "scale_actions": False, "target_kl": None}
+PPO2 = {"learning_rate": 2.5e-4, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4}
+PPO2 |= {"ent_coef": 0.01, "clip_coef": 0.2, "clip_vloss": True, "anneal_lr": False}
+
+
+@pytest.mark.parametrize(
+    "section, first, script, theirs",
+    [
+        ("From CleanRL", "its defaults", ppo, SHARED | CHOICES),
+        ("From CleanRL", "its defaults", ppo_continuous_action, SHARED | BOXES),
+        ("From Stable Baselines", "PPO2's defaults", ppo, PPO2),
+    ],
+)
+def test_the_defaults_of_others(section, first, script, theirs):
+    """By the tables of their own flags."""
+    args = vars(command(here(first, section), script))
+    assert {name: args[name] for name in theirs} == theirs
 
 
 def test_stable_baselines3s_defaults():
     args = command(here("SB3's defaults"), ppo_continuous_action)
     theirs = inspect.signature(stable_baselines3.PPO).parameters
-    pairs = {"learning_rate": args.learning_rate, "n_steps": args.num_steps}
-    pairs |= {"batch_size": args.minibatch_size, "n_epochs": args.update_epochs}
-    pairs |= {"gamma": args.gamma, "gae_lambda": args.gae_lambda, "clip_range": args.clip_coef}
-    pairs |= {"normalize_advantage": args.norm_adv, "ent_coef": args.ent_coef}
-    pairs |= {"max_grad_norm": args.max_grad_norm, "target_kl": args.target_kl}
-    assert pairs == {name: theirs[name].default for name in pairs}
+    names = {
+        "learning_rate": "learning_rate", "num_steps": "n_steps", "minibatch_size": "batch_size",
+        "update_epochs": "n_epochs", "gamma": "gamma", "gae_lambda": "gae_lambda",
+        "clip_coef": "clip_range", "norm_adv": "normalize_advantage", "ent_coef": "ent_coef",
+        "max_grad_norm": "max_grad_norm", "target_kl": "target_kl",
+    }  # fmt: skip
+    for ours, name in names.items():
+        assert getattr(args, ours) == theirs[name].default
     assert theirs["clip_range_vf"].default is None
     assert not args.clip_vloss
     assert not args.anneal_lr
@@ -233,32 +247,6 @@ def test_stable_baselines3s_defaults():
     assert not args.scale_actions
     # its loss has 0.5 * mse of the values, ours vf_coef * 0.5 * mse
     assert theirs["vf_coef"].default == args.vf_coef * 0.5
-    agent = ppo_continuous_action.Agent(gym.make("Pendulum-v1"), args)
-    obs, actions = torch.randn(8, 3), torch.zeros(8, 1)
-    _, logprob, _, value = agent(obs, actions)
-    zeros = torch.zeros(8)
-    batch = obs, actions, logprob, zeros, value + 2.0, value, zeros[:, None]
-    batch = ppo_continuous_action.Batch(*(x.detach() for x in batch))
-    loss, _ = ppo_continuous_action.ppo_loss(agent, args, batch)
-    assert loss.item() == pytest.approx(0.5 * 4.0)
-
-
-def test_ppo2s_defaults():
-    args = command(here("PPO2's defaults"), ppo)
-    found = args.learning_rate, args.num_steps, args.num_minibatches, args.update_epochs
-    assert found == (2.5e-4, 128, 4, 4)
-    assert (args.ent_coef, args.clip_coef, args.clip_vloss, args.anneal_lr) == (0.01, 0.2, True, 0)
-
-
-def test_the_originals_command_lines():
-    (theirs,) = re.findall(r"`python Run.py ([^`]*)`", COMING)
-    args = ppo_cma.parse_args(shlex.split(theirs))
-    found = args.env_id, args.total_timesteps, args.mode, args.iter_steps
-    assert found == ("Humanoid-v2", 10_000_000, "ppo-cma-m", 32_000)
-    assert (args.minibatch_size, args.history_buffer_size, args.exp_name) == (512, 9, "1")
-    (ours,) = re.findall(r"`python ppo_kl_adaptive.py ([^`]*)`", COMING)
-    args = ppo_kl_adaptive.parse_args(shlex.split(ours))
-    assert (args.env_id, args.num_episodes, args.episodes_per_batch) == ("HalfCheetah-v4", 3000, 5)
 
 
 def expression(start: str, number: int = 0) -> str:
@@ -266,49 +254,45 @@ def expression(start: str, number: int = 0) -> str:
     return re.findall("`(agent[^`]*)`", here(start))[number]
 
 
-def test_predict_and_action_probability(monkeypatch):
-    """What the pages types into Python, by the definitions of the distributions."""
+@pytest.mark.parametrize("script", [ppo, ppo_continuous_action], ids=lambda x: x.__name__)
+def test_predict_and_action_probability(script):
+    """What the page types into Python, by the definitions of the distributions."""
+    agent, _ = script.load(train(script, "--run-dir run"))
     obs = np.array([0.1, -0.2, 0.5], np.float32)
-    for script in (ppo, ppo_continuous_action):
-        folder = train(script, "--run-dir " + script.__name__)
-        exec("agent, args = load(folder)", names := {"load": script.load, "folder": folder})
-        agent, names["obs"] = names["agent"], obs
-        greedy = eval(expression("`predict(obs, deter", 0), names)
-        sampled = eval(expression("`predict(obs, deter", 1), names)
-        tensor = torch.tensor(obs)[None].repeat(2, 1)
-        if script is ppo:
-            assert greedy in range(3)
-            assert sampled in range(3)
-            probability = eval(expression("`action_probability(obs)`", 0), {**names, "obs": tensor})
-            assert probability.sum(-1).tolist() == pytest.approx([1.0, 1.0])
-            assert probability[0].argmax() == greedy
-            action = torch.tensor([[0], [2]])
-            expected = probability[0, action[:, 0]]
-        else:
-            assert greedy != sampled
-            mean = eval(expression("`action_probability(obs)`", 1), {**names, "obs": tensor})
-            deviation = eval(expression("`action_probability(obs)`", 2), names)
-            assert mean[0] == greedy
-            action = torch.tensor([[0.5], [-1.0]])
-            expected = torch.distributions.Normal(torch.tensor(mean), deviation).log_prob(action)
-            expected = expected.exp()[:, 0]
-            assert deviation.item() == pytest.approx(2.0 * np.exp(-0.7), rel=0.05)
-        code = expression("`action_probability(obs, actions=a)`")
-        found = eval(code, {**names, "obs": tensor, "a": action})
-        torch.testing.assert_close(found, expected.float())
-        assert eval(expression("`policy.predict_values"), {**names, "obs": tensor}).shape == (2,)
-        assert agent.load_state_dict(agent.state_dict())
+    tensor = torch.tensor(obs)[None].repeat(2, 1)
+
+    def typed(row: str, number: int = 0, **names):
+        return eval(expression(row, number), {"agent": agent, "obs": tensor} | names)
+
+    greedy, sampled = (typed("`predict(obs, deter", k, obs=obs) for k in (0, 1))
+    if script is ppo:
+        assert {int(greedy), int(sampled)} <= {0, 1, 2}
+        probability = typed("`action_probability(obs)`")
+        assert probability.sum(-1).tolist() == pytest.approx([1.0, 1.0])
+        assert probability[0].argmax() == greedy
+        action = torch.tensor([[0], [2]])
+        expected = probability[0, action[:, 0]]
+    else:
+        assert greedy != sampled
+        mean, deviation = (typed("`action_probability(obs)`", k) for k in (1, 2))
+        assert mean[0] == greedy
+        assert deviation.item() == pytest.approx(2.0 * np.exp(-0.7), rel=0.05)
+        action = torch.tensor([[0.5], [-1.0]])
+        density = torch.distributions.Normal(torch.tensor(mean), deviation).log_prob(action)
+        expected = density.exp()[:, 0]
+    found = typed("`action_probability(obs, actions=a)`", a=action)
+    torch.testing.assert_close(found, expected.float())
+    assert typed("`policy.predict_values").shape == (2,)
 
 
 @ALL
 def test_learn_load_and_set_env(script, my_envs):
     """`train(Args(...))`, `load` for another environment, and going on in another one."""
     env_id = "ReachDiscrete-v0" if script is ppo else "Reach-v0"
-    if "SetEnv-v0" not in gym.registry:
-        gym.register("SetEnv-v0", my_envs.Reach, max_episode_steps=20)
-        kwargs = {"discrete": True}
-        gym.register("SetEnvDiscrete-v0", my_envs.Reach, max_episode_steps=20, kwargs=kwargs)
-    other = env_id.replace("Reach", "SetEnv")
+    other = f"Short{env_id}"
+    gym.register(
+        other, gym.spec(env_id).entry_point, max_episode_steps=20, kwargs=gym.spec(env_id).kwargs
+    )
     folder = train(script, "--run-dir first")
     agent, args = script.load(folder, script.make_env(other))
     assert (args.env_id, agent.act(np.zeros((2, 3))).shape[0]) == (env_id, 2)
@@ -325,66 +309,6 @@ def test_learn_load_and_set_env(script, my_envs):
         folder = eval(code, vars(script))
         given = json.loads((folder / "run.json").read_text())
         assert (given["global_step"] // 100, given["args"]["env_id"]) == (10, env_id)
-
-
-def test_networks_and_their_copy_in_numpy(monkeypatch):
-    """`mlp` alone makes other widths, depths and activations."""
-    env, obs = gym.make("Pendulum-v1"), torch.randn(5, 3)
-
-    def mlp(*activations):
-        def build(inputs: int, outputs: int, gain: float):
-            layers = []
-            for activation in activations:
-                layers += [torch.nn.Linear(inputs, 32), activation()]
-                inputs = 32
-            return torch.nn.Sequential(*layers, torch.nn.Linear(inputs, outputs))
-
-        return build
-
-    def difference() -> float:
-        agent = ppo_continuous_action.Agent(env)
-        mean = agent.origin + agent.unit * agent.actor_mean(agent.normalize(obs))
-        return np.abs(agent.act(obs) - mean.detach().numpy()).max()
-
-    monkeypatch.setattr(ppo_continuous_action, "mlp", mlp(*[torch.nn.Tanh] * 4))
-    assert difference() < 1e-5
-    for activation in (torch.nn.ReLU, torch.nn.ELU, torch.nn.SiLU, torch.nn.GELU):
-        monkeypatch.setattr(ppo_continuous_action, "mlp", mlp(*[activation] * 2))
-        assert difference() < 1e-5
-
-
-def test_schedules_of_args(monkeypatch):
-    """`args.clip_coef`, set in the loop, holds from the next update on; `remaining` is there."""
-    used, plain = with_a_schedule(monkeypatch), ppo.minibatch_step
-    seen = []
-    monkeypatch.setattr(ppo, "minibatch_step", lambda *a: seen.append(a[-1].clip_coef) or plain(*a))
-    train(ppo)
-    assert sorted(set(seen)) == used == [0.1, 0.2]
-
-
-def with_a_schedule(monkeypatch) -> list[float]:
-    """Lower the clip range as an edit of `train`'s loop would; its two values."""
-    plain = ppo.rollout
-
-    def rollout(agent, envs, run, args):
-        args.clip_coef = 0.2 * (1.0 - run.iteration / args.num_iterations)
-        return plain(agent, envs, run, args)
-
-    monkeypatch.setattr(ppo, "rollout", rollout)
-    return [0.1, 0.2]
-
-
-@pytest.mark.slow
-def test_compiled_code_follows_a_schedule(monkeypatch):
-    flags, agents = "--learning-rate 0.01 --run-dir", {}
-    agents["none"] = agent_of(train(ppo, f"{flags} none"))
-    with_a_schedule(monkeypatch)
-    agents["eager"] = agent_of(train(ppo, f"{flags} eager"))
-    agents["compiled"] = agent_of(train(ppo, f"{flags} compiled --compile-from 0"))
-    for name, x in agents["eager"].items():
-        torch.testing.assert_close(agents["compiled"][name], x, rtol=1e-4, atol=1e-5)
-    name = "actor.0.weight"
-    assert (agents["eager"][name] - agents["none"][name]).abs().max() > 1e-3
 
 
 def test_a_stack_of_observations(monkeypatch):
@@ -442,111 +366,91 @@ def test_the_commands(place, monkeypatch, capsys):
     assert status(place / "runs" / "discrete") == "finished"
 
 
-MISTAKES = """
-from my_envs import *
+def broken(env, *given):
+    if env.t == 20:
+        raise RuntimeError("my own")
+    return given
 
-class OldStep(Reach):
-    def step(self, action):
-        obs, reward, terminated, truncated, info = super().step(action)
-        return obs, reward, terminated or truncated, info
 
-class OldReset(Reach):
-    def reset(self, seed=None, options=None):
-        return super().reset(seed=seed)[0]
+def time_is_up(env, obs, reward, over, *rest):
+    return obs, reward, over or env.t == 50, *rest
 
-class NoSeed(Reach):
-    def reset(self):
-        return super().reset()
 
-class Sizes(Reach):
-    def __init__(self):
-        super().__init__()
-        self.observation_space = gym.spaces.Box(-9, 9, (3,), float)
+def reset(env):
+    return env.begin()
 
-    def reset(self, seed=None, options=None):
-        return np.zeros(4), super().reset(seed=seed)[1]
 
-class Axes(Sizes):
-    def reset(self, seed=None, options=None):
-        return np.zeros((1, 3)), super().reset(seed=seed)[1]
-
-class ADict(Sizes):
-    def reset(self, seed=None, options=None):
-        return Reach.reset(self, seed=seed)
-
-class NoReward(Reach):
-    def step(self, action):
-        obs, _, *rest = super().step(action)
-        return obs, np.nan, *rest
-
-class NoObs(Reach):
-    def step(self, action):
-        obs, *rest = super().step(action)
-        return {**obs, "cart": np.full(2, np.inf)}, *rest
-
-class Endless(Reach):
-    def step(self, action):
-        return super().step(0 * action)
-
-class Broken(Reach):
-    steps = 0
-
-    def step(self, action):
-        self.steps += 1
-        if self.steps == 20:
-            raise RuntimeError("my own")
-        return super().step(action)
-
-class Unseeded(Reach):
-    def reset(self, seed=None, options=None):
-        return super().reset()
-
-class Clock(Reach):
-    def reset(self, seed=None, options=None):
-        self.t = 0
-        return super().reset(seed=seed)
-
-    def step(self, action):
-        obs, reward, terminated, *rest = super().step(action)
-        self.t += 1
-        return obs, reward, terminated or self.t == 50, *rest
-
-for each in list(Reach.__subclasses__()) + Sizes.__subclasses__():
-    limit = None if each is Endless else 50
-    gym.register(f"{each.__name__}-v0", each, max_episode_steps=limit)
-"""
+MISTAKES = {  # of the page's environment, what each does otherwise
+    "OldStep": {"gives": lambda env, obs, reward, over, late, info: (obs, reward, over, info)},
+    "OldReset": {"begins": lambda env, obs, info: obs},
+    "NoSeed": {"reset": reset},
+    "Sizes": {"begins": lambda env, obs, info: (np.zeros(4), info), "box": True},
+    "Axes": {"begins": lambda env, obs, info: (np.zeros((1, 3)), info), "box": True},
+    "ADict": {"box": True},
+    "NoReward": {"gives": lambda env, obs, reward, *rest: (obs, np.nan, *rest)},
+    "NoObs": {"gives": lambda env, obs, *rest: ({**obs, "cart": np.full(2, np.inf)}, *rest)},
+    "Endless": {"force": 0.0},
+    "Broken": {"gives": broken},
+    "Unseeded": {"reset": lambda env, seed=None, options=None: env.begin()},
+    "Clock": {"gives": time_is_up},
+}
 TABLE = rows(YOURS, "What goes wrong")[1:]
 SHORT = "--num-steps 512 --num-minibatches 8 --update-epochs 1 --total-timesteps 512 --no-cuda"
 
-# The beginning of a row; a script and an environment for which that is said, and the flags
+# The beginning of a row; an environment for which that is said; the script and the flags
+CLIPPED, REPEATED = (ppo_continuous_action, SHORT), (ppo_cma, "--action-repeat 1000 --no-cuda")
 TOLD = [
-    ("`Discrete(3): a Box", ppo_continuous_action, "my_envs:ReachDiscrete-v0", SHORT),
-    ("`not enough values", ppo_continuous_action, "mistakes:OldStep-v0", SHORT),
-    ("`string indices", ppo_continuous_action, "mistakes:OldReset-v0", SHORT),
-    ("`reset() got", ppo_continuous_action, "mistakes:NoSeed-v0", SHORT),
-    ("`cannot reshape", ppo_continuous_action, "mistakes:Sizes-v0", SHORT),
-    ("`float() argument", ppo_continuous_action, "mistakes:ADict-v0", SHORT),
-    ("`iteration 0: rewards", ppo_continuous_action, "mistakes:NoReward-v0", SHORT),
-    ("`iteration 0: rewards", ppo_continuous_action, "mistakes:NoObs-v0", SHORT),
-    ("`return None", ppo_continuous_action, "mistakes:Endless-v0", SHORT),
-    ("`100,000 steps", ppo_cma, "mistakes:Endless-v0", "--action-repeat 1000 --no-cuda"),
-    ("`got an unexpected", ppo_continuous_action, "my_envs:Reach-v0", f"{SHORT} --capture-video"),
-    ("an exception of", ppo_continuous_action, "mistakes:Broken-v0", SHORT),
-    ("`No module named", ppo, "no_envs:Reach-v0", SHORT),
-    ("``Environment", ppo, "Reach-v0", SHORT),
-    ("one seed gives", ppo_continuous_action, "mistakes:Unseeded-v0", SHORT),
-    ("`losses/explained", ppo_continuous_action, "mistakes:Clock-v0", SHORT),
+    ("`Discrete(3): a Box", "my_envs:ReachDiscrete", *CLIPPED),
+    ("`not enough values", "mistakes:OldStep", *CLIPPED),
+    ("`string indices", "mistakes:OldReset", *CLIPPED),
+    ("`reset() got", "mistakes:NoSeed", *CLIPPED),
+    ("`cannot reshape", "mistakes:Sizes", *CLIPPED),
+    ("`float() argument", "mistakes:ADict", *CLIPPED),
+    ("`iteration 0: rewards", "mistakes:NoReward", *CLIPPED),
+    ("`iteration 0: rewards", "mistakes:NoObs", *CLIPPED),
+    ("`return None", "mistakes:Endless", *CLIPPED),
+    ("`100,000 steps", "mistakes:Endless", *REPEATED),
+    ("`got an unexpected", "my_envs:Reach", ppo_continuous_action, f"{SHORT} --capture-video"),
+    ("an exception of", "mistakes:Broken", *CLIPPED),
 ]
+ELSEWHERE = ("`No module named", "``Environment", "one seed gives", "`losses/explained")
 
 
 @pytest.fixture(scope="module")
-def mistakes(my_envs, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mistakes")
-    (folder / "mistakes.py").write_text(MISTAKES)
+def mistakes(my_envs):
+    class Changed(my_envs.Reach):
+        box = False
+        force = 1.0
+
+        def __init__(self):
+            super().__init__()
+            if self.box:
+                self.observation_space = gym.spaces.Box(-9, 9, (3,), float)
+
+        def begin(self, seed=None):
+            self.t = 0
+            return self.begins(*super().reset(seed=seed))
+
+        def reset(self, seed=None, options=None):
+            return self.begin(seed)
+
+        def step(self, action):
+            self.t += 1
+            return self.gives(*super().step(self.force * action))
+
+        def begins(self, *given):
+            return given
+
+        gives = begins
+
+    made = ModuleType("mistakes")
+    for name, change in MISTAKES.items():
+        setattr(made, name, type(name, (Changed,), change))
+        limit = None if name == "Endless" else 50
+        gym.register(f"{name}-v0", getattr(made, name), max_episode_steps=limit)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        yield importlib.import_module("mistakes")
-    del sys.modules["mistakes"]
+        patch.setitem(sys.modules, "mistakes", made)
+        yield made
 
 
 def row(first: str) -> list[str]:
@@ -567,18 +471,16 @@ def outcome(script, flags: str, capsys) -> str:
 
 
 def test_every_row_is_tried():
-    tried = {first for first, *_ in TOLD}
-    assert {cells[0] for cells in TABLE} == {row(first)[0] for first in tried}
+    tried = {row(first)[0] for first in [*ELSEWHERE, *(told[0] for told in TOLD)]}
+    assert {cells[0] for cells in TABLE} == tried
 
 
-@pytest.mark.parametrize(
-    ("first", "script", "env_id", "flags"), TOLD[:-4], ids=lambda x: str(x)[:20]
-)
+@pytest.mark.parametrize("first, name, script, flags", TOLD, ids=lambda x: str(x)[:20])
 @pytest.mark.usefixtures("mistakes")
-def test_mistakes_and_what_is_said(first, script, env_id, flags, capsys, place):
-    said = outcome(script, f"--env-id {env_id} --run-dir run {flags}", capsys)
+def test_mistakes_and_what_is_said(first, name, script, flags, capsys, place):
+    said = outcome(script, f"--env-id {name}-v0 --run-dir run {flags}", capsys)
     quotes = [quote.strip("`") for quote in re.findall("``.+?``|`.+?`", row(first)[0])]
-    if "NoObs" in env_id:
+    if "NoObs" in name:
         quotes = [quotes[0].replace("rewards", quotes[1])]
     assert said == "my own" if first.startswith("an exc") else quotes[0] in said, said
     if first.startswith(("an exc", "`iteration")):  # a checkpoint of before, from which it goes on
@@ -606,25 +508,6 @@ def test_ids_that_are_not_found(monkeypatch, capsys):
     assert quotes[1] in outcome(ppo, "--env-id Reach-v0", capsys)
 
 
-def test_the_id_is_given_again(monkeypatch, capsys):
-    """The module is not imported unasked; in Python it may have been before."""
-    script, given = ppo_continuous_action, "--env-id my_envs:Reach-v0"
-    said = outcome(script, f"{given} {SHORT} --run-dir runs/reach", capsys)
-    assert f"--evaluate runs/reach {given}\n" in said
-    agent, args = script.load("runs/reach")
-    assert (agent.act(np.zeros((1, 3))).shape, args.env_id) == ((1, 1), "Reach-v0")
-    monkeypatch.delitem(sys.modules, "my_envs")
-    for env_id in [each for each in gym.registry if each.startswith("Reach")]:
-        if env_id != "Reacher-v4":
-            monkeypatch.delitem(gym.registry, env_id)
-    for mode in ("--resume", "--evaluate"):
-        with pytest.raises(SystemExit):
-            args = script.parse_args([mode, "runs/reach"])
-            (script.evaluate if args.evaluate else script.train)(args)
-        assert row("``Environment")[0].strip("`") in capsys.readouterr().err
-        assert "my_envs" not in sys.modules
-
-
 @pytest.mark.usefixtures("mistakes")
 def test_chance_from_elsewhere():
     """With the page's environment one seed is one run; without `seed=seed` it is not."""
@@ -635,136 +518,105 @@ def test_chance_from_elsewhere():
         assert np.array_equal(*returns) == alike
 
 
-def test_spaces(capsys, my_envs):
+SPACES = {
+    "Box, one axis, finite": gym.spaces.Box(-2, 2, (1,)),
+    "Box, one axis, with infinite bounds": gym.spaces.Box(-np.inf, np.inf, (1,)),
+    "Box, several axes or none": gym.spaces.Box(-2, 2, (2, 3)),
+    "Discrete": gym.spaces.Discrete(3),
+    "MultiDiscrete, MultiBinary": gym.spaces.MultiDiscrete([3, 2]),
+}
+
+
+def test_spaces(capsys, my_envs, monkeypatch):
     """The table of actions, and that other observations become one vector."""
-    box = gym.spaces.Box(-2, 2, (1,))
-    spaces = {
-        "Box, one axis, finite": box,
-        "Box, one axis, with infinite bounds": gym.spaces.Box(-np.inf, np.inf, (1,)),
-        "Box, several axes or none": gym.spaces.Box(-2, 2, (2, 3)),
-        "Discrete": gym.spaces.Discrete(3),
-        "MultiDiscrete": gym.spaces.MultiDiscrete([3, 2]),
-        "MultiBinary": gym.spaces.MultiBinary(2),
-    }
-    claimed = {}
     *single, mixed = rows(YOURS, "Actions")[1:]
     assert mixed == ["any of these together, in a Dict or Tuple", "`ppo_pixels.py`"]
-    for name, scripts in single:
-        for each in [name] if name.startswith("Box") else name.split(", "):
-            claimed[each] = set(re.findall(r"`(ppo\w*)\.py`", scripts))
-    assert claimed.keys() == spaces.keys()
-    seen = gym.spaces.Tuple(
-        [gym.spaces.Discrete(3), gym.spaces.MultiDiscrete([2, 2]), gym.spaces.Box(-1, 1, (2, 2))]
-    )
-    pixels = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)
+    claimed = {name: set(re.findall(r"`(ppo\w*)\.py`", scripts)) for name, scripts in single}
+    assert claimed.keys() == SPACES.keys()
 
-    def make(script, actions, observations=box) -> tuple[int, ...] | None:
+    def shape(script, actions, observations=SPACES["Box, one axis, finite"]):
+        """Of what the script sees of such an environment; None if it refuses it."""
         env = my_envs.Reach()
-        env.action_space, env.observation_space = actions, observations
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gym, "make", lambda *a, **k: env)
-            try:
-                return script.make_env("it").observation_space.shape
-            except SystemExit:
-                return None
+        env.action_space = actions
+        env.observation_space = observations
+        monkeypatch.setattr(gym, "make", lambda *a, **k: env)
+        try:
+            return script.make_env("it").observation_space.shape
+        except SystemExit:
+            return None
 
-    for name, space in spaces.items():
-        for script in GYMNASIUM:
-            assert (make(script, space) is not None) == (script.__name__ in claimed[name]), name
+    seen = gym.spaces.Tuple([SPACES["Discrete"], gym.spaces.MultiDiscrete([2, 2])])
+    pixels = gym.spaces.Box(0, 255, (8, 8, 3), np.uint8)
+    binary = gym.spaces.MultiBinary(2)
     for script in GYMNASIUM:
-        actions = spaces["Discrete"] if script is ppo else box
-        assert make(script, actions, seen) == (3 + 4 + 4,)
-        assert make(script, actions, pixels) is None
-        assert make(script, actions, gym.spaces.Sequence(seen)) is None
+        name = script.__name__
+        takes = {kind for kind, actions in SPACES.items() if shape(script, actions)}
+        assert takes == {kind for kind, scripts in claimed.items() if name in scripts}
+        assert bool(shape(script, binary)) == (name in claimed["MultiDiscrete, MultiBinary"])
+        actions = SPACES["Discrete" if script is ppo else "Box, one axis, finite"]
+        assert shape(script, actions, seen) == (3 + 4,)
+        assert shape(
+            script, actions, gym.spaces.Dict(a=seen, b=SPACES["Box, several axes or none"])
+        ) == (3 + 4 + 6,)
+        assert shape(script, actions, pixels) is None
+        assert shape(script, actions, gym.spaces.Sequence(seen)) is None
     assert "; pixels: ppo_" in capsys.readouterr().err
-
-
-def test_what_environments_get():
-    """Actions in the box, but for those of ppo_kl_adaptive.py; drawn in units of half the box."""
-    got = []
-
-    class Box(gym.Env):
-        observation_space = gym.spaces.Box(-1, 1, (1,))
-        action_space = gym.spaces.Box(np.float32([-2000]), np.float32([2000]))
-
-        def reset(self, seed=None, options=None):
-            return np.zeros(1), {}
-
-        def step(self, action):
-            got.append(action.item())
-            return np.zeros(1), 0.0, False, False, {}
-
-    gym.register("Got-v0", Box, max_episode_steps=50)
-    largest = {}
-    for script in (ppo_continuous_action, ppo_cma, ppo_kl_adaptive):
-        more = " --policy-logvar 16" if script is ppo_kl_adaptive else ""
-        train(script, f"--env-id Got-v0{more} --run-dir {script.__name__}")
-        largest[script] = np.abs(got).max()
-        if script is ppo_continuous_action:
-            assert 800 < np.std(got) < 1100  # half of 2,000, cut at the bounds
-        got.clear()
-    assert largest[ppo_continuous_action] == largest[ppo_cma] == 2000.0 < largest[ppo_kl_adaptive]
 
 
 # --- numbers on the page --------------------------------------------------------------------------
 
-SCALED = """
-from my_envs import *
-
-class Scaled(Reach):
-    def __init__(self, discrete=False, reward=1.0, force=1.0, bounds=True):
-        super().__init__(discrete)
-        self.reward, self.force = reward, force
-        if force != 1.0:
-            bound = 2.0 / force if bounds else np.inf
-            self.action_space = gym.spaces.Box(-bound, bound, (1,))
-
-    def step(self, action):
-        if self.force != 1.0:
-            action = np.clip(action * self.force, -2, 2)
-        obs, reward, *rest = super().step(action)
-        return obs, self.reward * reward, *rest
-
-for name, kwargs in {
-    "Small-v0": {"reward": 1e-3}, "Large-v0": {"reward": 1e3},
-    "SmallDiscrete-v0": {"reward": 1e-3, "discrete": True},
-    "LargeDiscrete-v0": {"reward": 1e3, "discrete": True},
-    "Milli-v0": {"force": 1e-3}, "Boundless-v0": {"force": 1e-3, "bounds": False},
-}.items():
-    gym.register(name, Scaled, max_episode_steps=50, kwargs=kwargs)
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("mistakes")
-def test_the_numbers_of_the_page(place):
+def test_the_numbers_of_the_page(place, my_envs):
     """Returns after 20,000 steps, as the page has them of three seeds; here of seed 1."""
-    exec(SCALED, {"__name__": "scaled"})
-    steps = "--total-timesteps 20480 --update-epochs 10"
 
-    def final(script, env_id: str, reward=1.0) -> float:
-        more = " --iter-steps 2000 --n-updates 100" if script is ppo_cma else ""
-        more += " --value-epochs 10 -b 20" if script is ppo_kl_adaptive else ""
-        folder = place / f"{script.__name__}-{env_id}"
-        given = steps.replace("--update-epochs 10", "") if script is ppo_cma else steps
-        given = given.replace("10", "20") if script is ppo_kl_adaptive else given
-        train(script, f"--env-id {env_id} --run-dir {folder} {given}{more}")
+    class Scaled(my_envs.Reach):
+        def __init__(self, discrete=False, reward=1.0, force=1.0, bound=2.0):
+            super().__init__(discrete)
+            self.reward = reward
+            self.force = force
+            if force != 1.0:
+                self.action_space = gym.spaces.Box(-bound, bound, (1,))
+
+        def step(self, action):
+            if self.force != 1.0:
+                action = np.clip(action * self.force, -2, 2)
+            obs, reward, *rest = super().step(action)
+            return obs, self.reward * reward, *rest
+
+    for name, kwargs in {
+        "Small": {"reward": 1e-3},
+        "Large": {"reward": 1e3},
+        "SmallDiscrete": {"reward": 1e-3, "discrete": True},
+        "LargeDiscrete": {"reward": 1e3, "discrete": True},
+        "Milli": {"force": 1e-3, "bound": 2e3},
+        "Boundless": {"force": 1e-3, "bound": np.inf},
+    }.items():
+        gym.register(f"{name}-v0", Scaled, max_episode_steps=50, kwargs=kwargs)
+
+    def final(script, name: str, reward=1.0) -> float:
+        passes = "--update-epochs 20 --value-epochs 10 -b 20"
+        more = passes if script is ppo_kl_adaptive else "--update-epochs 10"
+        folder = place / f"{script.__name__}-{name}"
+        train(script, f"--env-id {name}-v0 --run-dir {folder} --total-timesteps 20480 {more}")
         return json.loads((folder / "run.json").read_text())["final_return"] / reward
 
-    def explained(folder) -> float:
+    def explained(name: str) -> float:
+        folder = place / f"ppo_continuous_action-{name}"
         values = [value for _, value in scalars(folder)["losses/explained_variance"]]
         return np.mean(values[-10:])
 
     clipped = ppo_continuous_action
-    assert final(clipped, "Reach-v0") == pytest.approx(42, abs=1.5)
-    assert explained(place / f"{clipped.__name__}-Reach-v0") > 0.97
-    assert 30 < final(clipped, "Clock-v0") < 41
-    assert 0.3 < explained(place / f"{clipped.__name__}-Clock-v0") < 0.6
-    for env_id, reward in (("Small", 1e-3), ("Large", 1e3)):
-        assert final(clipped, f"{env_id}-v0", reward) == pytest.approx(42, abs=2)
-        assert final(ppo, f"{env_id}Discrete-v0", reward) > 0.85 * 43
-    assert final(ppo_kl_adaptive, "Reach-v0") == pytest.approx(40, abs=3)
-    assert final(ppo_kl_adaptive, "Small-v0", 1e-3) < 20
-    assert final(clipped, "Milli-v0") == pytest.approx(42, abs=2)
-    assert final(clipped, "Boundless-v0") == pytest.approx(26, abs=3)
-    assert final(ppo_kl_adaptive, "Milli-v0") == pytest.approx(26, abs=3)
+    assert final(clipped, "Reach") == pytest.approx(42, abs=1.5)
+    assert explained("Reach") > 0.97
+    assert 30 < final(clipped, "Clock") < 41
+    assert 0.3 < explained("Clock") < 0.6
+    for name, reward in (("Small", 1e-3), ("Large", 1e3)):
+        assert final(clipped, name, reward) == pytest.approx(42, abs=2)
+        assert final(ppo, f"{name}Discrete", reward) > 0.85 * 43
+    assert final(ppo_kl_adaptive, "Reach") == pytest.approx(40, abs=3)
+    assert final(ppo_kl_adaptive, "Small", 1e-3) < 20
+    assert final(clipped, "Milli") == pytest.approx(42, abs=2)
+    assert final(clipped, "Boundless") == pytest.approx(26, abs=3)
+    assert final(ppo_kl_adaptive, "Milli") == pytest.approx(26, abs=3)
