@@ -781,8 +781,8 @@ def test_exactly_b_whole_episodes(num_envs):
     assert log.global_step == sum(row[2] for row in log.rows) == taken
     assert sum(episode + 1 for episode in envs.episodes) == 24
     if num_envs > 1:  # the first b to end, of more side by side, would be shorter
-        lengths = [script.rollout(agent, envs, 8).lengths for _ in range(160)]
-        error = np.std(np.arange(1, 51)) / 1280**0.5
+        lengths = [script.rollout(agent, envs, 8).lengths for _ in range(80)]
+        error = np.std(np.arange(1, 51)) / 640**0.5
         assert np.mean(lengths) == pytest.approx(25.5, abs=3.5 * error)
     agent, envs, _, _ = playing("Limit4-v0", num_envs)  # a time limit is told from an end
     data = script.rollout(agent, envs, 3)
