@@ -3,12 +3,16 @@ loops, and what a rollout needs of a run."""
 
 import importlib
 import math
+import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn.functional as F
+from program import assert_same, in_process, rows, scalars, train_until_killed
+from scripts import SMALL, STEPS
 
 FRAMES = {  # scripts that learn from frames alone: the shape of an observation, how many actions
     "ppo_atari_multigpu": ((4, 84, 84), 4),
@@ -34,6 +38,24 @@ class Log:
     def log_episodes(self, ended):
         self.ended += ended
         self.rows += [(self.global_step, score, length) for _, score, length in ended]
+
+
+def returns(folder: Path) -> list[float]:
+    """Of a run's training episodes."""
+    return [float(score) for _, score, _ in rows(folder)[1:]]
+
+
+def checkpoint(folder: Path) -> dict:
+    """What a run's file holds, but for its arguments and the script's name."""
+    found = torch.load(folder / "checkpoint.pt", weights_only=True)
+    del found["args"], found["script"]
+    return found
+
+
+def program(script: str, more: str = ""):
+    """`in_process` with a script's small run of scripts.py and these flags."""
+    module = importlib.import_module(script)
+    return in_process(module, f"{SMALL[script]} {more}", STEPS[script])
 
 
 def random_ends(rng, T: int, N: int, first=None):
@@ -69,9 +91,70 @@ def vector(agent) -> torch.Tensor:
     return torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
 
 
+def killed_and_resumed(script, folder: Path, flags: str, named: str = "", least: int = 1) -> dict:
+    """The checkpoint of a run that was killed in its fourth update and resumed: to the bit, with
+    episodes, at the least so many, and TensorBoard, that of a run which nobody disturbed."""
+    module, runs = importlib.import_module(script), []
+    argv = [f"{flags} --run-dir {folder / name}".split() for name in ("whole", "killed")]
+    module.train(module.parse_args(argv[0]))
+    assert train_until_killed(script, "update", 4, argv[1]) == -signal.SIGKILL
+    module.train(module.parse_args(f"--resume {folder / 'killed'} {named}".split()))
+    for name in ("whole", "killed"):
+        checkpoint = module.load_checkpoint(folder / name)
+        points = scalars(folder / name)
+        runs.append([{**checkpoint, "args": vars(checkpoint["args"])}, rows(folder / name), points])
+    assert_same(*runs)
+    assert len(runs[0][1]) > least
+    return runs[0][0]
+
+
+class Told(gym.Env):
+    """Pays and ends as told, in each step by the next of `rows`."""
+
+    observation_space = action_space = gym.spaces.Box(-1, 1, (1,))
+
+    def __init__(self, rows):
+        self.rows = iter(rows)
+
+    def reset(self, seed=None, options=None):
+        return np.zeros(1), {}
+
+    def step(self, action):
+        return np.zeros(1), *next(self.rows), {}
+
+
+class Clock(gym.Env):
+    """Pays 1 a step and ends its k-th episode after `lengths[k]` steps; observes (k, steps so far),
+    in the same array each time. Without lengths the reset seed draws them, from 1 to 50, and k. It
+    demands what an environment may demand, and keeps seeds and actions."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,))
+
+    def __init__(self, action_space=Told.action_space, lengths=()):
+        self.action_space, self.lengths, self.episode, self.over = action_space, lengths, -1, True
+        self.obs, self.seeds, self.taken = np.zeros(2), [], []
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.seeds.append(seed)
+        self.episode, self.over = self.episode + 1, False
+        self.length = self.np_random.integers(1, 51)
+        self.obs[:] = self.np_random.normal(), 0
+        if self.lengths:
+            self.length = self.lengths[self.episode % len(self.lengths)]
+            self.obs[0] = self.episode
+        return self.obs, {}
+
+    def step(self, action):
+        assert not self.over, "stepped beyond the end"
+        assert self.action_space.contains(action), action
+        self.taken.append(np.array(action))
+        self.obs[1] += 1
+        self.over = bool(self.obs[1] == self.length)
+        return self.obs, 1.0, self.over, False, {}
+
+
 # --- scripts that learn from frames ---------------------------------------------------------------
-
-
 def frames_agent(script: str, args, louder: float = 0.0):
     """A new agent. If `louder`, the recurrent one's weights for the state and its heads are so much
     larger: what it remembers shows more."""
@@ -92,6 +175,37 @@ def frames_agent(script: str, args, louder: float = 0.0):
     else:
         agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)
     return agent
+
+
+class Player:
+    """Games of a script that learns from frames, an agent and its memory; `roll()` is the next
+    rollout, for which the script's `rollout` gets `how`, too."""
+
+    def __init__(self, script: str, args, louder=0.0, device="cpu", which=None, **how):
+        self.module = importlib.import_module(script)
+        self.args = args
+        self.how = how
+        self.log = Log()
+        if which is None:
+            whole = script in ("ppo_procgen", "ppo_pettingzoo_ma_atari")
+            which = args.num_envs if whole else slice(0, args.num_envs)
+        self.envs = self.module.Envs(args, which)
+        self.agent = frames_agent(script, args, louder).to(device)
+        self.more = []  # where environments are, and the rollout that is filled again and again
+        if hasattr(self.agent, "initial_state"):
+            self.state = self.agent.initial_state(args.num_envs)
+        if hasattr(self.module, "start"):
+            self.agent.adam = self.module.flat_adam(self.agent)
+            self.more = self.module.start(self.agent, self.envs, args)
+
+    def roll(self):
+        """A Rollout; `state` is the memory after it."""
+        memory = [self.state] if hasattr(self, "state") else []
+        given = self.agent, self.envs, *memory, *self.more, self.log, self.args
+        data = self.module.rollout(*given, **self.how)
+        if memory:
+            data, self.state = data
+        return self.more[1] if self.more else data
 
 
 def see_coarsely(monkeypatch, script: str):

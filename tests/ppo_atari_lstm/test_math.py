@@ -1,9 +1,7 @@
 """ppo_atari_lstm.py: the recurrent state where episodes end, its replay in learning, acting with
-it, and the script as a program. Most tests replace EnvPool's games by Frame, whose ends are known.
-What all scripts promise is in every/."""
+it. Most tests replace EnvPool's games by Frame, whose ends are known."""
 
 import hashlib
-from itertools import chain, pairwise
 from pathlib import Path
 
 import envpool
@@ -11,19 +9,14 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from maths import Log, frames_agent, frames_rollout, see_coarsely, slow_recurrent
-from program import Toy, in_process, rows, scalars, status
+from maths import Player, program, returns, see_coarsely
+from program import Toy
 
 import ppo_atari_lstm as script
 import ppo_atari_multigpu
 from ppo_atari_lstm import Args
 
 NAME = "ppo_atari_lstm"
-SMALL = (
-    "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1 "
-    "--env-threads 1 --no-cuda --checkpoint-interval 2"
-)
-STEPS = 4 * 8  # of an iteration, junk rows included
 
 
 class Frame(Toy):
@@ -47,117 +40,41 @@ def frames(monkeypatch):
     return Toy.made
 
 
-parse, small, train = in_process(script, SMALL, STEPS)
-
-
-class Game:
-    """Environments, an agent and its state; `roll()` is the next rollout."""
-
-    def __init__(self, args: Args, louder: float = 1.0):
-        self.args, self.log = args, Log()
-        self.envs, self.agent = script.Envs(args, slice(None)), frames_agent(NAME, args, louder)
-        self.state = self.agent.initial_state(args.num_envs)
-
-    def roll(self) -> script.Rollout:
-        given = self.agent, self.envs, self.state, self.log, self.args
-        data, self.state = script.rollout(*given)
-        return data
-
-
-def calls_of(agent) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of every call of the LSTM from now on: its input, and the state [2, N, 128] that it got."""
-    calls = []
-
-    def note(module, given):
-        calls.append((given[0], torch.cat(given[1]).detach().clone()))
-
-    agent.lstm.register_forward_pre_hook(note)
-    return calls
-
-
-@pytest.mark.parametrize("often", [0.0, 0.2, 1.0])
-def test_fused_calls_give_what_a_cell_gives_row_by_row(often):
-    T, N = 9, 3
-    agent, rng = frames_agent(NAME, Args(), 3.0), np.random.default_rng(0)
-    obs = torch.as_tensor(rng.integers(0, 256, (T, N, 1, 84, 84), dtype=np.uint8))
-    state = torch.as_tensor(rng.normal(size=(2, N, 128)), dtype=torch.float32)
-    first = torch.as_tensor(rng.random((T, N)) < often)
-    weights, found = torch.as_tensor(rng.normal(size=T * N)), []
-    calls = calls_of(agent)
-    for policy in (agent.policy, slow_recurrent):
-        agent.zero_grad()
-        if policy is slow_recurrent:
-            outputs = slow_recurrent(agent, obs, state, first)
-        else:
-            outputs = policy(obs.flatten(0, 1), state, first.flatten())
-        logprobs, values, after = outputs
-        ((logprobs[:, 0] + values) * weights).sum().backward()
-        grads = [p.grad.clone() for p in agent.parameters()]
-        found.append([x.detach() for x in outputs] + grads)
-    for k, (fused, slow) in enumerate(zip(*found, strict=True)):
-        near = 4e-6 if k < 3 else 1e-5 * float(slow.abs().max())  # convolutions round, too
-        torch.testing.assert_close(fused, slow, atol=near, rtol=0)
-    assert found[0][1].std() > 0.1  # values are not all alike
-    # a call for each stretch that no environment interrupts
-    assert len(calls) == 1 + int(first[1:].any(dim=1).sum())
-    assert (often > 0) == (len(calls) > 1)
-
-
-def test_row_by_row_calls_give_the_same():
-    """As in acting: T calls, each going on with the state that the last one left."""
-    T, N = 12, 4
-    agent, rng = frames_agent(NAME, Args(), 3.0), np.random.default_rng(1)
-    obs = torch.as_tensor(rng.integers(0, 256, (T, N, 1, 84, 84), dtype=np.uint8))
-    first = torch.as_tensor(rng.random((T, N)) < 0.15)
-    state = start = torch.as_tensor(rng.normal(size=(2, N, 128)), dtype=torch.float32)
-    with torch.no_grad():
-        fused = agent.policy(obs.flatten(0, 1), start, first.flatten())
-        logprobs, values = [], []
-        for t in range(T):
-            logprob, value, state = agent.policy(obs[t], state, first[t])
-            logprobs.append(logprob)
-            values.append(value)
-    torch.testing.assert_close(torch.cat(logprobs), fused[0], atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(torch.cat(values), fused[1], atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(state, fused[2], atol=1e-6, rtol=1e-6)
+parse, small, train = program(NAME)
 
 
 # --- the state where episodes end -----------------------------------------------------------------
-
-
 def test_the_state_is_cleared_before_the_row_after_the_ended_one(frames):
     """Environment 0 has lives of 3 steps: row 3 has the last observation, row 4 is the next
     episode's first, and so on in fours, also from one rollout to the next."""
-    game = Game(small("--num-steps 10"))
-    calls, outputs = calls_of(game.agent), []
-    game.agent.lstm.register_forward_hook(lambda m, i, out: outputs.append(torch.cat(out[1])))
+    game = Player(NAME, small("--num-steps 10"), 1.0)
+    calls = []  # of every call of the LSTM, the state that it got and the one that it left
+
+    def note(module, given, output):
+        calls.append([torch.cat(state).detach().clone() for state in (given[1], output[1])])
+
+    game.agent.lstm.register_forward_hook(note)
     rollouts = [game.roll(), game.roll()]
-    del calls[10], outputs[10], calls[-1], outputs[-1]  # of the values after the rollouts
-    lives, after = [3, 4, 5, 3], torch.zeros(2, 4, 128)
-    for row, ((_, used), left) in enumerate(zip(calls, outputs, strict=True)):
-        for i, life in enumerate(lives):
-            if row % (life + 1) == 0:
+    del calls[10], calls[-1]  # of the values after the rollouts
+    after = torch.zeros(2, 4, 128)
+    for row, (used, left) in enumerate(calls):
+        for i, life in enumerate([3, 4, 5, 3]):
+            begins = row % (life + 1) == 0
+            assert bool(rollouts[row // 10].first[row % 10, i]) == begins
+            if begins:
                 assert not used[:, i].any()
             else:  # in the ended row, too
                 assert torch.equal(used[:, i], after[:, i])
                 assert (used[:, i] != 0).all()
         after = left
-    for k, data in enumerate(rollouts):
-        assert (data.obs.dtype, data.obs.shape) == (torch.uint8, (10, 4, 1, 84, 84))
-        assert set(np.unique(data.rewards)) == {0.0, 1.0}  # clipped
-        assert len(set(data.actions.flatten().tolist())) == 4
-        for t, i in np.ndindex(10, 4):
-            in_life = (10 * k + t) % (lives[i] + 1)
-            assert bool(data.first[t, i]) == (in_life == 0)
-            assert data.valid[t, i] == (in_life != lives[i])
     assert not rollouts[0].state.any()
-    assert torch.equal(rollouts[1].state, outputs[9])
-    assert torch.equal(game.state, outputs[19])
+    assert torch.equal(rollouts[1].state, calls[9][1])
+    assert torch.equal(game.state, calls[19][1])
 
 
 def test_learning_goes_through_the_states_that_acting_went_through(frames):
     """In the first minibatch, with the parameters as they were: the spec's replay check."""
-    game = Game(small("--num-steps 10 --num-minibatches 1"), louder=3.0)
+    game = Player(NAME, small("--num-steps 10 --num-minibatches 1"), 3.0)
     for data in (game.roll(), game.roll(), game.roll()):
         flat = (x.flatten(0, 1) for x in (data.obs, data.first, data.actions))
         obs, first, actions = flat
@@ -170,73 +87,6 @@ def test_learning_goes_through_the_states_that_acting_went_through(frames):
     metrics = script.update(game.agent, data, 0, 1e-9, game.args)
     assert abs(metrics["losses/approx_kl"]) < 1e-6
     assert metrics["losses/clipfrac"] == 0
-
-
-def test_a_truncation_bootstraps_from_the_value_of_its_last_observation_and_history(
-    frames, monkeypatch
-):
-    """Every episode by itself, from a cleared state, row by row: its observations, the last one
-    included, their values, and advantages by their definition, a weighted sum of deltas."""
-    monkeypatch.setattr(Toy, "limit", 5)
-    game = Game(small("--num-steps 23 --gamma 0.9 --gae-lambda 0.8"), louder=3.0)
-    data = game.roll()
-    values = data.values.double().numpy()
-    advantages = script.gae(data.rewards, values, data.terminated, data.truncated, 0.9, 0.8)
-    seen, cleared = {"terminated": 0, "truncated": 0, "cut off": 0}, []
-    obs = torch.cat([data.obs, torch.as_tensor(game.envs.obs)[None]])
-    for i in range(4):
-        starts = [*np.flatnonzero(data.first[:, i]), 24]
-        for begin, following in pairwise(starts):
-            ends = np.flatnonzero(~data.valid[begin:following, i])
-            last = begin + ends[0] if len(ends) else 23  # the row of the last observation
-            none = torch.zeros(last + 1 - begin, 1, dtype=bool)
-            episode = obs[begin : last + 1, i][:, None]
-            with torch.no_grad():
-                _, v, _ = slow_recurrent(game.agent, episode, torch.zeros(2, 1, 128), none)
-                alone = slow_recurrent(game.agent, episode[-1:], torch.zeros(2, 1, 128), none[-1:])
-            cleared.append(abs(float(alone[1] - v[-1])))
-            np.testing.assert_allclose(v, values[begin : last + 1, i], atol=1e-5)
-            v = v.double().numpy()
-            kind = "terminated" if data.terminated[last - 1, i] else "truncated"
-            kind = kind if len(ends) else "cut off"
-            seen[kind] += 1
-            v[-1] *= kind != "terminated"
-            deltas = data.rewards[begin:last, i] + 0.9 * v[1:] - v[:-1]
-            for k in range(len(deltas)):
-                wanted = sum(0.72**j * delta for j, delta in enumerate(deltas[k:]))
-                assert advantages[begin + k, i] == pytest.approx(wanted, abs=1e-5)
-    assert min(seen.values()) >= 3
-    assert np.median(cleared) > 0.01  # a state cleared on the ended row would be found
-
-
-@pytest.mark.parametrize("minibatches", [4, 3])
-def test_minibatches_are_whole_environments(minibatches, monkeypatch):
-    args = Args(num_envs=8, num_steps=6, num_minibatches=minibatches, update_epochs=3)
-    data, batches, plain = frames_rollout(NAME, 6), [], script.ppo_loss
-    monkeypatch.setattr(script, "ppo_loss", lambda *a: batches.append(a[2]) or plain(*a))
-    for iteration in (5, 6):
-        script.update(frames_agent(NAME, args), data, iteration, 1e-3, args)
-    assert len(batches) == 2 * 3 * minibatches
-    orders = []
-    for batch in batches:
-        n = batch.state.shape[1]
-        same = (batch.state[0, :, None] == data.state[0]).all(dim=-1)  # [n, 8]
-        which = same.long().argmax(dim=1)
-        assert same.sum() == n
-        assert torch.equal(batch.state, data.state[:, which])
-        assert torch.equal(batch.obs.view(6, n, 1, 84, 84), data.obs[:, which])
-        assert torch.equal(batch.first.view(6, n), data.first[:, which])
-        assert torch.equal(batch.actions.view(6, n), data.actions[:, which])
-        learned = np.flatnonzero(data.valid[:, which])
-        assert batch.rows.tolist() == learned.tolist()
-        assert torch.equal(batch.logprobs, data.logprobs[:, which].flatten()[learned])
-        assert torch.equal(batch.values, data.values[:-1][:, which].flatten()[learned])
-        orders.append(which.tolist())
-    epochs = [orders[k : k + minibatches] for k in range(0, len(orders), minibatches)]
-    for epoch in epochs:
-        assert sorted(chain(*epoch)) == list(range(8))
-        assert max(map(len, epoch)) - min(map(len, epoch)) == (minibatches == 3)
-    assert len({str(epoch) for epoch in epochs}) == 6  # drawn anew each time
 
 
 class Cue:
@@ -274,8 +124,7 @@ class Cue:
 def last_returns(folder: Path, flags: str) -> float:
     """Train on Cue; the mean return of the last 100 episodes."""
     more = f"--no-cuda --num-threads 1 --learning-rate 1e-3 --run-dir {folder}"
-    script.train(parse(f"{more} {flags}"))
-    return np.mean([float(ret) for _, ret, _ in rows(folder)[-100:]])
+    return np.mean(returns(script.train(parse(f"{more} {flags}")))[-100:])
 
 
 def forgets(monkeypatch):
@@ -304,7 +153,6 @@ def test_it_remembers_for_longer_and_not_without_its_state(monkeypatch, tmp_path
 
 
 # --- the games ------------------------------------------------------------------------------------
-
 CHECKSUMS = {  # seeds 1 and 2, one frame: at the start, and after 100 steps of action t % actions
     "Breakout-v5": (4, "6f158746b1689eed", "19cff08f16735540"),
     "Pong-v5": (6, "8cd4c61db3bb4bc4", "113a39c0cf752055"),
@@ -335,9 +183,7 @@ def test_frames_of_a_real_game(env_id, monkeypatch):
     assert found == wanted
 
 
-# --- acting, and as a program ---------------------------------------------------------------------
-
-
+# --- acting ---------------------------------------------------------------------------------------
 def test_a_saved_policy_carries_its_state_as_the_network_does(frames, tmp_path):
     """Through episodes, the state cleared by hand where one ends."""
     train(tmp_path / "run")
@@ -379,26 +225,3 @@ def test_evaluation_carries_the_state_and_clears_it_as_training_did(
     games = [*life, *life[:3], True, *life, *life[:3]]
     assert used == [*games, *games]  # greedily, then drawn
     assert capsys.readouterr().out.count("eval_episode=") == 2
-
-
-def test_resume_goes_on_in_new_games_with_a_cleared_state(frames, tmp_path, monkeypatch):
-    before = train(tmp_path / "run")
-    states, plain = [], script.rollout
-    monkeypatch.setattr(script, "rollout", lambda *a: states.append(a[2].clone()) or plain(*a))
-    script.train(parse(f"--resume {tmp_path / 'run'} --total-timesteps {5 * STEPS}"))
-    after = script.load_checkpoint(tmp_path / "run")
-    (step, first), (last, second) = (run["counters"][:2] for run in (before, after))
-    assert (first, second) == (3, 5)
-    assert 0 < last - step < 2 * STEPS
-    steps = [int(run["optimizer"]["state"][0]["step"]) for run in (before, after)]
-    assert steps == [3 * 2, 5 * 2]
-    assert after["args"].num_steps == 8
-    assert [bool(state.any()) for state in states] == [False, True]
-    seeds = [seed for made in frames for seed in made["seed"]]
-    assert len(seeds) == len(set(seeds)) == 8
-    points = scalars(tmp_path / "run")["losses/entropy"]
-    assert len({step for step, _ in points}) == len(points) == 5
-    assert points[2][0] == step
-    found = [int(step) for step, _, _ in rows(tmp_path / "run")[1:]]
-    assert found == sorted(found)
-    assert status(tmp_path / "run") == "finished"

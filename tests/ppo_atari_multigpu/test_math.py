@@ -1,10 +1,10 @@
-"""ppo_atari_multigpu.py: the same on one process and on many, its environments, and as a program.
-Most tests replace EnvPool's games by Toy, whose ends, lives and scores are known. What all scripts
-promise is in every/."""
+"""ppo_atari_multigpu.py: the same on one process and on many, its environments, acting in a CUDA
+graph. Most tests replace EnvPool's games by Toy, whose ends, lives and scores are known."""
 
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,19 +13,15 @@ import envpool
 import numpy as np
 import pytest
 import torch
-from maths import Log, frames_agent, frames_rollout, two_updates
-from program import ROOT, Toy, assert_same, free_port, in_process, rows, scalars, status
+from maths import Player, frames_agent, frames_rollout, program, two_updates
+from program import ROOT, Toy, assert_same, free_port, rows, scalars, status, train_until_killed
 from replay import Waits, no_graphs_but_tapes
+from scripts import SMALL
 
 import ppo_atari_multigpu as script
 from ppo_atari_multigpu import Args
 
 NAME = "ppo_atari_multigpu"
-SMALL = (
-    "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1 "
-    "--env-threads 1 --no-cuda --checkpoint-interval 2"
-)
-STEPS = 4 * 8  # of an iteration, junk rows included
 
 
 @pytest.fixture
@@ -35,20 +31,10 @@ def toys(monkeypatch):
     return Toy.made
 
 
-parse, small, train = in_process(script, SMALL, STEPS)
-
-
-def resume(folder: Path, flags: str = "") -> dict:
-    script.train(parse(f"--resume {folder} --num-threads 1 {flags}"))
-    return script.load_checkpoint(folder)
-
-
-def adam_steps(state: dict) -> int:
-    return int(state["state"][0]["step"])
+parse, small, train = program(NAME)
 
 
 # --- one process and many -------------------------------------------------------------------------
-
 # 8 environments each; what `update` is asked to do with the same data
 SETUPS = {
     "plain": "--num-steps 6",
@@ -70,7 +56,7 @@ def spied_update(setup: str) -> dict:
     data = share_of(frames_rollout(NAME, args.num_steps), script.own_envs(args))
     metrics = [script.update(agent, data, k, args.learning_rate, args) for k in (3, 4)]
     script.advantage_moments = plain
-    steps = adam_steps(agent.adam.state_dict())
+    steps = int(agent.adam.state_dict()["state"][0]["step"])
     return {"parameters": agent.vector, "metrics": metrics, "moments": found, "steps": steps}
 
 
@@ -101,7 +87,7 @@ torch.save(agents[0].vector, f"parameters{{rank}}.pt")
 def pair(tmp_path_factory) -> Path:
     """The folder of two processes which made the updates of SETUPS, and trained on Toys."""
     folder = tmp_path_factory.mktemp("pair")
-    flags = f"{SMALL} --run-dir run --total-timesteps {5 * STEPS} --target-kl 1e-9".split()
+    flags = f"{SMALL[NAME]} --run-dir run --total-timesteps 160 --target-kl 1e-9".split()
     port, later, processes = str(free_port()), str(free_port()), []
     for rank in ("0", "1"):
         env = os.environ | {
@@ -149,7 +135,7 @@ def test_two_processes_train_and_log_as_one(pair):
     assert all(counts[int(length)] == score for score, length in zip(returns, lengths, strict=True))
     assert (np.diff(steps) >= 0).all()
     assert steps[:4].tolist() == [24, 24, 30, 30]  # 4 in each of 7 and of 9 rows, less junk
-    assert checkpoint["counters"][0] == 5 * STEPS - 2 * (40 // 4 + 40 // 5)
+    assert checkpoint["counters"][0] == 160 - 2 * (40 // 4 + 40 // 5)
     out = (pair / "log0").read_text()
     assert out.count("episodic_return=") == len(steps)
     assert "Breakout-v5 on 2 x cpu" in out
@@ -159,15 +145,16 @@ def test_two_processes_train_and_log_as_one(pair):
 def test_a_run_of_two_processes_goes_on_with_one(pair, toys, tmp_path):
     shutil.copytree(pair / "run", tmp_path / "run")
     before = script.load_checkpoint(tmp_path / "run")
-    after = resume(tmp_path / "run", f"--total-timesteps {7 * STEPS}")
+    flags = f"--resume {tmp_path / 'run'} --num-threads 1 --total-timesteps 224"
+    script.train(parse(flags))
+    after = script.load_checkpoint(tmp_path / "run")
     (step, first), (last, second) = (run["counters"][:2] for run in (before, after))
     assert (first, second) == (5, 7)
-    first = [value for step, value in scalars(tmp_path / "run")["losses/entropy"]]
-    assert len(first) == 7
-    assert [s for s, _ in scalars(tmp_path / "run")["losses/entropy"]][4] == step
-    assert STEPS < last - step < 2 * STEPS
-    first, second = (adam_steps(run["optimizer"]) for run in (before, after))
-    assert second == first + 4
+    points = [step for step, _ in scalars(tmp_path / "run")["losses/entropy"]]
+    assert (len(points), points[4]) == (7, step)
+    assert 32 < last - step < 2 * 32
+    steps = [int(run["optimizer"]["state"][0]["step"]) for run in (before, after)]
+    assert steps[1] == steps[0] + 4
     assert len(toys[0]["seed"]) == 4
 
 
@@ -198,103 +185,51 @@ def test_every_sample_once_an_epoch_and_every_environment_as_often(T, minibatche
 
 
 # --- environments ---------------------------------------------------------------------------------
-
-
-def test_games_start_and_go_on_differently():
-    """No-op starts allow at most 30 first screens, most of which show the same; sticky actions
-    and different actions part the games later. Few enough environments to be quick."""
-    ends = []
+@pytest.mark.parametrize(
+    ("env_id", "n"),
+    [
+        ("ALE/Pong-v5", 16),
+        pytest.param("Breakout-v5", 64, marks=pytest.mark.slow),
+        pytest.param("ALE/Breakout-v5", 64, marks=pytest.mark.slow),
+    ],
+)
+def test_games_start_and_go_on_differently(env_id, n):
+    """Acceptance 2. At most 30 starts can differ, by EnvPool's no-ops, in the game's memory, and
+    fewer on the screen. Sticky actions part all; without them, what the policy draws does."""
+    ways = []
     for seed in (1, 2):
-        envs = script.Envs(Args(env_id="ALE/Pong-v5", num_envs=16, seed=seed), slice(0, 16))
+        envs = script.Envs(Args(env_id=env_id, num_envs=n, seed=seed), slice(0, n))
+        first = envs.vector.step(np.zeros(n, int))[4]["ram"]
+        assert len({ram.tobytes() for ram in first}) > n // 3
+        rng, paths = np.random.default_rng(seed), [b""] * n
         for _ in range(60):
-            envs.step(np.full(16, 2 + _ // 4 % 2))
-        ends += [obs.tobytes() for obs in envs.obs]
-        envs.vector.close()
-    assert len(set(ends)) == 32
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("env_id", ["Breakout-v5", "ALE/Breakout-v5"])
-def test_64_environments_of_two_seeds(env_id):
-    """Acceptance 2. Of 64 starts at most 30 can differ, by EnvPool's no-ops, in the game's memory,
-    and fewer on the screen. Sticky actions part all; without them, what the policy draws does."""
-    starts, ways = [], []
-    for seed in (1, 2):
-        args = Args(env_id=env_id, num_envs=64, seed=seed)
-        envs = script.Envs(args, slice(0, 64))
-        first = envs.vector.step(np.zeros(64, int))[4]["ram"]
-        starts.append({ram.tobytes() for ram in first})
-        rng, paths = np.random.default_rng(seed), [b""] * 64
-        for _ in range(60):
-            same = np.full(64, rng.integers(0, 4))
-            envs.step(same if env_id.startswith("ALE") else rng.integers(0, 4, 64))
-            paths = [
-                hashlib.sha256(path + obs.tobytes()).digest()
-                for path, obs in zip(paths, envs.obs, strict=True)
-            ]
+            same = np.full(n, rng.integers(0, 4))
+            envs.step(same if env_id.startswith("ALE") else rng.integers(0, 4, n))
+            seen = zip(paths, envs.obs, strict=True)
+            paths = [hashlib.sha256(path + obs.tobytes()).digest() for path, obs in seen]
         ways += paths
         envs.vector.close()
-    assert len(set(ways)) == 128
-    assert all(len(start) > 20 for start in starts)
-
-
-class Player:
-    """Games and an agent that plays rollouts in them."""
-
-    def __init__(self, args: Args, which=slice(0, 4), device: str = "cpu", act=script.acting_step):
-        self.args, self.act, self.log = args, act, Log()
-        self.envs, self.agent = script.Envs(args, which), frames_agent(NAME, args).to(device)
-        self.agent.adam = script.flat_adam(self.agent)
-        self.at, self.data = script.start(self.agent, self.envs, args)
-
-    def rollout(self) -> script.Rollout:
-        given = self.agent, self.envs, self.at, self.data, self.log, self.args, self.act
-        script.rollout(*given)
-        return self.data
-
-
-def test_rows_of_a_rollout_and_their_types(toys):
-    args = small("--num-steps 9")
-    player = Player(args)
-    envs, agent, data = player.envs, player.agent, player.rollout()
-    assert (data.obs.dtype, data.obs.shape) == (torch.uint8, (9, 4, 4, 84, 84))
-    assert data.obs.nbytes == 9 * 4 * 28224
-    assert data.obs.flatten(0, 1).is_contiguous(memory_format=torch.channels_last)
-    assert data.actions.dtype == torch.int64
-    assert data.values.shape == (10, 4)
-    assert data.valid[:, 0].tolist() == [True] * 3 + [False] + [True] * 3 + [False, True]
-    assert data.terminated[:, 0].tolist() == [t in (2, 6) for t in range(9)]
-    assert (data.rewards[~data.valid] == 0).all()
-    assert set(np.unique(data.rewards)) == {0.0, 1.0}  # clipped
-    with torch.no_grad():  # of the policy that acted, at the observations stored
-        _, logprob, _, values = agent(data.obs.flatten(0, 1), data.actions.flatten())
-        assert torch.allclose(agent.get_value(torch.as_tensor(envs.obs)), data.values[-1])
-    torch.testing.assert_close(logprob, data.logprobs.flatten())
-    torch.testing.assert_close(values, data.values[:-1].flatten(), atol=1e-5, rtol=1e-5)
-    assert len(set(data.actions.flatten().tolist())) == 4
-    assert player.rollout() is data  # filled again
-    assert data.valid[0].tolist() == [True, False, True, True]  # from one rollout to the next
+    assert len(set(ways)) == 2 * n
 
 
 def three_rollouts(player: Player) -> list[list[torch.Tensor]]:
     """The rows of three rollouts, between which the policy changes."""
-    found = []
+    found, vector = [], player.agent.vector
     for k in range(3):
         player.log.iteration = k
-        found.append([torch.as_tensor(x).clone().cpu() for x in player.rollout()])
-        player.agent.vector += 0.01 * torch.cos(torch.arange(len(player.agent.vector))).to(
-            player.agent.vector
-        )
+        found.append([torch.as_tensor(x).clone().cpu() for x in player.roll()])
+        vector += 0.01 * torch.cos(torch.arange(len(vector))).to(vector)
     return found
 
 
 def test_acting_is_recorded_and_replayed_to_the_same_bits(toys, monkeypatch):
-    """With a stand-in for CUDA graphs, which holds numbers of the host as they were."""
+    """With a stand-in for CUDA graphs, which holds numbers of the host as they were; rollouts fill
+    the same tensors again."""
     args = small("--num-steps 7")
-    plain = Player(args)
+    plain = Player(NAME, args)
     wanted = three_rollouts(plain)
     made = no_graphs_but_tapes(monkeypatch)
-    recorded = Player(args, act=script.Recorded(script.acting_step))
+    recorded = Player(NAME, args, act=script.Recorded(script.acting_step))
     assert_same(three_rollouts(recorded), wanted)
     assert [tape.replays for tape in made] == [3 * 7 - 3]
     assert_same(recorded.log.rows, plain.log.rows)
@@ -303,9 +238,9 @@ def test_acting_is_recorded_and_replayed_to_the_same_bits(toys, monkeypatch):
 
 
 def test_no_host_waits_for_acting(toys):
-    player = Player(small())
+    player = Player(NAME, small())
     with Waits() as waits:
-        script.acting_step(player.agent, player.at, player.data)
+        script.acting_step(player.agent, *player.more)
     assert waits.found == []
     assert waits.calls > 20
 
@@ -317,14 +252,14 @@ def test_acting_in_a_cuda_graph_is_acting(flags, toys, monkeypatch, capsys):
     """Actions, and all that is kept of them, as without a graph; compiled ones to rounding."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     args = parse(f"--num-envs 4 --num-steps 16 {flags}")
-    wanted = three_rollouts(Player(args, device="cuda"))
-    player = Player(args, device="cuda", act=script.Recorded(script.acting_step))
+    wanted = three_rollouts(Player(NAME, args, device="cuda"))
+    player = Player(NAME, args, device="cuda", act=script.Recorded(script.acting_step))
     if flags == "--cudagraphs":
         script.compile_grad(player.agent, args)
     for one, other in zip(three_rollouts(player), wanted, strict=True):
         for x, y in zip(one, other, strict=True):
             torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
-    assert isinstance(player.act.graph, torch.cuda.CUDAGraph)
+    assert isinstance(player.how["act"].graph, torch.cuda.CUDAGraph)
     assert "going on eagerly" not in capsys.readouterr().out
 
 
@@ -332,24 +267,9 @@ def test_actions_do_not_depend_on_the_number_of_processes(toys, monkeypatch):
     args, drawn = small("--num-envs 8 --num-steps 3"), []
     for which in (slice(0, 8), slice(0, 4), slice(4, 8)):
         monkeypatch.setattr(script, "own_envs", lambda args, which=which: which)
-        drawn.append(Player(args, which).rollout().actions)
+        drawn.append(Player(NAME, args, which=which).roll().actions)
     assert torch.equal(drawn[0], torch.cat(drawn[1:], dim=1))
     assert len({tuple(column) for column in drawn[0].T.tolist()}) > 4
-
-
-def test_a_lost_life_ends_the_return_and_truncation_bootstraps(toys, monkeypatch):
-    monkeypatch.setattr(Toy, "limit", 5)
-    args = small("--num-steps 9 --gamma 0.9 --gae-lambda 1")
-    player = Player(args)
-    log, data = player.log, player.rollout()
-    values = data.values.double().numpy()
-    advantages = script.gae(data.rewards, values, data.terminated, data.truncated, 0.9, 1.0)
-    returns = (advantages + values[:-1])[:, 0]
-    assert data.terminated[:, 0].tolist() == [t == 2 for t in range(9)]
-    assert data.truncated[:, 0].tolist() == [t == 5 for t in range(9)]
-    assert returns[:3] == pytest.approx([2.71, 1.9, 1.0])  # the life is lost
-    assert returns[4:6] == pytest.approx([1.9 + 0.81 * values[6, 0], 1 + 0.9 * values[6, 0]])
-    assert (15.0, 5) in [row[1:] for row in log.rows]  # the game is over
 
 
 @pytest.mark.slow
@@ -384,24 +304,12 @@ def test_compiled_on_a_gpu_learns_nearly_the_same(flags, tmp_path, toys, capsys,
 
 
 # --- as a program ---------------------------------------------------------------------------------
-
-
-def test_the_same_command_goes_on_where_it_was_cut_off(toys, tmp_path, monkeypatch):
+def test_the_same_command_goes_on_where_it_was_cut_off(tmp_path, toys):
     """With --run-dir: what torchrun's restarts and Slurm's requeue need."""
-    flags = f"{SMALL} --run-dir {tmp_path / 'run'} --total-timesteps {5 * STEPS}"
-    plain = script.save
-
-    def cut_off(run, agent):
-        plain(run, agent)
-        if run.iteration == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(script, "save", cut_off)
-    with pytest.raises(KeyboardInterrupt):
-        script.train(parse(flags))
+    argv = f"{SMALL[NAME]} --run-dir {tmp_path / 'run'} --total-timesteps 160".split()
+    assert train_until_killed(NAME, "update", 3, argv) == -signal.SIGKILL
     assert script.load_checkpoint(tmp_path / "run")["counters"][1] == 2
-    monkeypatch.setattr(script, "save", plain)
-    args = parse(flags)
+    args = script.parse_args(argv)
     assert args.resume == tmp_path / "run"
     script.train(args)
     assert script.load_checkpoint(tmp_path / "run")["counters"][1] == 5
@@ -409,7 +317,7 @@ def test_the_same_command_goes_on_where_it_was_cut_off(toys, tmp_path, monkeypat
     steps = [step for step, _ in scalars(tmp_path / "run")["losses/entropy"]]
     assert len(steps) == len(set(steps)) == 5
     with pytest.raises(SystemExit) as end:  # a finished run is not begun again
-        parse(flags)
+        script.parse_args(argv)
     assert end.value.code == 2
 
 
@@ -420,15 +328,6 @@ def test_arguments_of_a_run_cut_off_can_be_told_to_the_other_processes(tmp_path)
     args = script.parse_args(["--run-dir", str(tmp_path), "--seed", "5"])
     assert (args.resume, args.num_envs, args.seed) == (tmp_path, 4, 5)
     assert Args(**vars(args)) == args
-
-
-def test_no_two_environments_of_any_process_run_or_resume_share_a_seed(toys):
-    for seed in (1, 2):
-        for start in (0, 5):
-            for which in (slice(0, 4), slice(4, 8)):
-                script.Envs(small(f"--num-envs 8 --seed {seed}"), which, start)
-    seeds = [seed for made in toys for seed in made["seed"]]
-    assert len(seeds) == len(set(seeds)) == 32
 
 
 def test_a_real_game_and_its_score():

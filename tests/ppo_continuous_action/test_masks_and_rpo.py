@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from program import assert_same, run
-from scripts import go_on, train
+from maths import Log, killed_and_resumed, returns
+from scripts import SMALL, train
 
 import ppo
 import ppo_continuous_action
@@ -141,8 +141,7 @@ def test_rows_carry_the_mask_of_their_own_observation():
     doors.show = lambda: shown.append(show()) or shown[-1]
     envs = ppo.Envs(made, args, range(2))
     agent.adam = ppo.flat_adam(agent)
-    run = type("Log", (), {"global_step": 0, "log_episodes": lambda *row: None})()
-    data = ppo.rollout(agent, envs, run, args)
+    data = ppo.rollout(agent, envs, Log(), args)
     assert data.obs.shape == (33, 2, 3 + 4) and (~data.valid[:, 0]).sum() == 4
     for row, (obs, info) in zip(data.obs[:, 0], shown, strict=True):
         assert (row == np.float32([*obs, *info["action_mask"]])).all()
@@ -168,15 +167,15 @@ class Masked(gym.Env):
     """Shows a mask, whatever it says, in its observations or beside them."""
 
     def __init__(self, kind: str, mask: np.ndarray, choices: gym.Space):
-        self.kind, self.mask, self.action_space = kind, mask, choices
-        box = spaces.Box(-1, 1, (3,))
-        nested = spaces.Dict({"action_mask": spaces.MultiBinary(mask.shape), "x": box})
-        self.observation_space = nested if kind == "observation" else box
+        self.action_space, self.observation_space = choices, spaces.Box(-1, 1, (3,))
+        self.shown = np.zeros(3), {"action_mask": mask}
+        if kind == "observation":
+            parts = {"action_mask": spaces.MultiBinary(mask.shape), "x": self.observation_space}
+            self.observation_space = spaces.Dict(parts)
+            self.shown = {"action_mask": mask, "x": np.zeros(3)}, {}
 
     def reset(self, seed=None, options=None):
-        if self.kind == "info":
-            return np.zeros(3), {"action_mask": self.mask}
-        return {"action_mask": self.mask, "x": np.zeros(3)}, {}
+        return self.shown
 
 
 @pytest.mark.parametrize("kind", ["info", "observation"])
@@ -202,21 +201,16 @@ def test_masks_that_cannot_be_meant(kind, mask, walls, says, monkeypatch):
 
 
 @pytest.mark.slow
-def test_taxi_is_learned_sooner_with_its_masks(root, tmp_path):
+def test_taxi_is_learned_sooner_with_its_masks(tmp_path):
     """100,000 steps: a random player makes -778, a random one of valid moves -191."""
     means = []
     for flag in ("--action-masks", "--no-action-masks"):
-        folder = tmp_path / flag
-        flags = f"--env-id Taxi-v4 --total-timesteps 100000 {flag} --run-dir".split()
-        assert run(root / "ppo.py", *flags, folder).returncode == 0
-        rows = (folder / "episodes.csv").read_text().splitlines()[1:]
-        means.append(np.mean([float(row.split(",")[2]) for row in rows]))
+        flags = f"--env-id Taxi-v4 --total-timesteps 100000 {flag} --run-dir {tmp_path / flag}"
+        means.append(np.mean(returns(ppo.train(ppo.parse_args(flags.split())))))
     assert means[0] > means[1] + 50
 
 
 # --- --rpo-alpha ----------------------------------------------------------------------------------
-
-
 def learner(alpha, **more):
     script = ppo_continuous_action
     args = script.Args(num_steps=512, num_minibatches=4, rpo_alpha=alpha, log_std_init=0.0, **more)
@@ -306,24 +300,9 @@ def test_a_further_field_is_no_noise(monkeypatch):
     assert abs(script.update(agent, data, 0.0, args)["losses/approx_kl"]) < 1e-5
 
 
-def test_training_with_noise_resumes_to_the_same_bits(tmp_path):
-    flags, name = "--rpo-alpha 0.1 --no-anneal-lr", "ppo_continuous_action"
-    expected = train(name, tmp_path / "whole", flags, 4)
-    half = train(name, tmp_path / "half", flags, 2)
-    found = go_on(name, tmp_path / "half", iterations=4)
-    assert found["counters"][0] == expected["counters"][0] > half["counters"][0]
-    assert_same(found["agent"], expected["agent"])
-    without = train(name, tmp_path / "without", "--no-anneal-lr", 4)
-    assert not torch.equal(without["agent"]["critic.0.bias"], expected["agent"]["critic.0.bias"])
-
-
-@pytest.mark.slow
-def test_compiled_noise_is_the_same_to_rounding(root, tmp_path):
-    flags = "--env-id Hopper-v4 --rpo-alpha 0.1 --num-steps 256 --num-minibatches 4"
-    script, found = root / "ppo_continuous_action.py", []
-    for how in ("--no-compile", "--compile-from 0"):
-        argv = f"{flags} --total-timesteps 256 {how} --run-dir".split()
-        assert run(script, *argv, tmp_path / how).returncode == 0
-        content = torch.load(tmp_path / how / "checkpoint.pt", weights_only=True)
-        found.append(content["adam"]["parameters"])
-    torch.testing.assert_close(*found, atol=1e-4, rtol=0)
+def test_training_with_noise_resumes_to_the_same_bits(tmp_path, small):
+    name = "ppo_continuous_action"
+    flags = f"{SMALL[name]} --no-anneal-lr --total-timesteps 220"
+    noisy = killed_and_resumed(name, tmp_path, f"{flags} --rpo-alpha 0.1")
+    without = train(name, tmp_path / "without", "--no-anneal-lr", 5)
+    assert not torch.equal(without["agent"]["critic.0.bias"], noisy["agent"]["critic.0.bias"])

@@ -1,9 +1,8 @@
 """ppo_continuous_action_warp.py: environments of tensors, what is learned from them, what a CUDA
-graph needs, and the script as a program. The blocks it shares are tested with their siblings."""
+graph needs, the engine. The blocks it shares are tested with their siblings."""
 
 import contextlib
 import importlib.util
-import json
 import math
 import re
 from pathlib import Path
@@ -14,10 +13,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from maths import returns
 from program import ROOT, assert_same, installed, rows, scalars, status
 from replay import Waits, no_graphs_but_tapes
+from scripts import refused
 
-import ppo_continuous_action
 import ppo_continuous_action_warp as script
 from benchmark.published.studies import bootstrap
 from ppo_continuous_action_warp import Args, DeviceEnvs, Pendulum
@@ -185,33 +185,19 @@ def test_first_episodes_are_staggered_and_not_logged(tmp_path):
 
 
 # --- what is learned ------------------------------------------------------------------------------
-def random_ends(T=40, N=7, seed=1):
-    rng = np.random.default_rng(seed)
-    rewards, values, next_values = rng.normal(size=(3, T, N))
-    terminated, truncated = rng.random((2, T, N)) < 0.1
-    over = terminated | truncated
-    next_values[:-1] = np.where(over[:-1], next_values[:-1], values[1:])
-    return rewards, values, next_values, terminated, truncated
-
-
-def test_gae_is_the_siblings():
-    """Which has a row of junk after each end, where the value is that of the last observation."""
-    fields = random_ends()
-    ours = script.gae(*map(torch.tensor, fields), 0.97, 0.9).numpy()
-    for i in range(7):
-        rewards, values, next_values, terminated, truncated = (x[:, i] for x in fields)
-        table, valid = [], []
-        for t in range(40):
-            table.append((rewards[t], values[t], terminated[t], truncated[t]))
-            valid.append(True)
-            if terminated[t] or truncated[t]:
-                table.append((0.0, next_values[t], False, False))
-                valid.append(False)
-        table.append((0.0, next_values[-1], False, False))
-        r, v, d, e = map(np.array, zip(*table, strict=True))
-        theirs = ppo_continuous_action.gae(r[:-1], v, d[:-1], e[:-1], 0.97, 0.9)
-        keep = np.array(valid + [False] * (len(theirs) - len(valid)))[: len(theirs)]
-        np.testing.assert_allclose(ours[:, i], theirs[keep], atol=1e-12)
+def test_gae_is_the_brute_force_sum():
+    """Of a rollout without rows between episodes: `next_values` are those of true observations."""
+    rng, found = np.random.default_rng(1), np.zeros((40, 7))
+    rewards, values, after = rng.normal(size=(3, 40, 7))
+    terminated, truncated = rng.random((2, 40, 7)) < 0.1
+    for t, i in np.ndindex(40, 7):
+        for k in range(t, 40):
+            delta = rewards[k, i] + 0.97 * after[k, i] * (not terminated[k, i]) - values[k, i]
+            found[t, i] += (0.97 * 0.9) ** (k - t) * delta
+            if terminated[k, i] or truncated[k, i]:
+                break
+    given = map(torch.tensor, (rewards, values, after, terminated, truncated))
+    np.testing.assert_allclose(script.gae(*given, 0.97, 0.9), found, atol=1e-12)
 
 
 def spied_update(agent, data, args, **more):
@@ -286,51 +272,16 @@ def test_the_normaliser_is_all_that_was_seen():
     assert torch.allclose(agent.normalize(seen).double(), x, atol=1e-5)
 
 
-class SingleToy(gym.Env):
-    """An environment of Toy."""
-
-    observation_space, action_space = gym.spaces.Box(0, 9, (2,)), gym.spaces.Box(-1, 1, (1,))
-
-    def __init__(self, number: int):
-        self.number = number
-
-    def reset(self, seed=None, options=None):
-        self.t = 0
-        return np.array([self.number, 0.0]), {}
-
-    def step(self, action):
-        self.t += 1
-        over, odd = self.t >= 3 + self.number % 3, self.number % 2 == 1
-        obs = np.array([self.number, self.t])
-        return obs, float(self.number + self.t), over and odd, over and not odd, {}
-
-
-class Unbroken(ppo_continuous_action.Envs):
-    """The sibling's environments without a row between two episodes: as on the device."""
-
-    ends = ()
-
-    def step(self, actions):
-        for i in self.ends:
-            self.obs[i] = self.reset(i)
-        step = super().step(actions)
-        self.ends = np.flatnonzero(self.over)
-        self.over[:] = False
-        return step
-
-
-def test_rewards_are_scaled_as_the_siblings():
+def test_rewards_are_scaled_by_the_deviation_of_all_returns_so_far():
+    """Whose discounted sums are tested above."""
     agent, _, _, copies, args = play_toy("--gamma 0.9 --gae-lambda 0", iterations=2)
-    sizes = {"num_envs": 6, "num_steps": 10, "num_minibatches": 1}
-    their_args = ppo_continuous_action.Args(gamma=0.9, **sizes)
-    envs = Unbroken([SingleToy(i) for i in range(6)], their_args, range(6))
-    theirs = ppo_continuous_action.Agent(envs, their_args)
     agent.get_value = lambda obs: obs[..., 0] * 0.0  # returns are rewards then
-    for data in copies:
+    for k, data in enumerate(copies):
+        data.rewards[0, :2] = torch.tensor([1e6, -1e6])  # to be clipped
         ((batch, *_), *_), _ = spied_update(agent, data, args)
-        there = ppo_continuous_action.rollout(theirs, envs, mock.Mock(global_step=0), their_args)
-        assert (there.terminated == data.terminated.numpy()).all() and there.valid.all()
-        np.testing.assert_allclose(batch[4].view(10, 6), there.rewards, rtol=1e-5)
+        seen = torch.cat([one.discounted.flatten() for one in copies[: k + 1]]).double()
+        expected = data.rewards / (seen.var(correction=0) + 1e-8).sqrt()
+        np.testing.assert_allclose(batch[4].view(10, 6), expected.clamp(-10, 10), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -347,7 +298,7 @@ def test_the_learning_rate_follows_the_kl(kl, before, after):
     assert float(rate) == pytest.approx(after, rel=1e-5) and rate.data_ptr() == place
 
 
-def test_the_learning_rate_in_an_update():
+def test_the_learning_rate_in_an_update(tmp_path):
     """Each step has the rate that the KL seen before it gave; the first shows none."""
     agent, _, _, (data,), args = play_toy("--num-minibatches 2 --update-epochs 3")
     batches, metrics = spied_update(agent, data, args)  # KL 0 all along
@@ -357,9 +308,6 @@ def test_the_learning_rate_in_an_update():
     agent, _, _, (data,), args = play_toy("--desired-kl 0")
     batches, _ = spied_update(agent, data, args)
     assert [rate for *_, rate in batches] == pytest.approx([1e-3] * 4)
-
-
-def test_a_fixed_learning_rate(tmp_path):
     train(tmp_path, "--desired-kl 0 --learning-rate 0.003")
     rates = [value for _, value in scalars(tmp_path)["charts/learning_rate"]]
     assert rates == pytest.approx([0.003] * 3)
@@ -396,28 +344,6 @@ def test_no_host_waits_in_an_iteration_and_no_tensor_moves():
     with Waits() as control:
         torch.ones(2)[torch.tensor([True, False])].sum().item()
     assert control.found == ["a mask as an index", "_local_scalar_dense"]
-
-
-def test_recorded_on_its_fourth_call(monkeypatch):
-    """With a stand-in for CUDA: three calls as they are, one recorded, then replayed."""
-    log = []
-
-    class Graph:
-        def replay(self):
-            log.append("replay")
-
-    @contextlib.contextmanager
-    def graph(graph):
-        log.append("record")
-        yield
-        log.append("recorded")
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    recorded = script.Recorded(lambda x: log.append("called") or x + len(log))
-    results = [recorded(k) for k in range(6)]
-    assert log == ["called"] * 3 + ["record", "called", "recorded"] + ["replay"] * 3
-    assert results[3] == results[4] == results[5] != results[2]
 
 
 def test_recorded_again_when_a_number_has_changed(monkeypatch):
@@ -502,19 +428,13 @@ def test_warp_trains_on_a_gpu(env_id, more, tmp_path):
 
 
 # --- a program ------------------------------------------------------------------------------------
-def test_state_dict_restores_the_same_actions(tmp_path):
-    checkpoint = train(tmp_path, "--hidden 16 8")
+def test_acting_by_hand(tmp_path):
+    train(tmp_path, "--hidden 16 8")
     obs = np.random.default_rng(1).normal(size=(5, 3)).astype(np.float32)
     agent, args = script.load(tmp_path)
     assert args.hidden == (16, 8)
-    fresh = script.Agent(Pendulum(1, "cpu"), args)
-    assert not np.allclose(fresh.act(obs), agent.act(obs))
-    fresh.load_state_dict(checkpoint["agent"])
-    assert np.array_equal(fresh.act(obs), agent.act(obs))
     assert isinstance(agent.act(obs), np.ndarray)
-    actions = agent.act(torch.tensor(obs))
-    assert np.array_equal(actions.numpy(), agent.act(obs))
-    # the policy by hand
+    assert np.array_equal(agent.act(torch.tensor(obs)).numpy(), agent.act(obs))
     shift, scale = agent.obs_moments.mean.numpy(), np.sqrt(agent.obs_moments.var.numpy() + 1e-8)
     x = np.clip((obs - shift) / scale, -10, 10)
     for layer in (m for m in agent.actor_mean if isinstance(m, torch.nn.Linear)):
@@ -553,44 +473,38 @@ def test_nan_actions_that_the_engine_hides_are_not_saved(tmp_path, monkeypatch):
     assert script.load_checkpoint(tmp_path)["counters"][1] == 1
 
 
-def test_without_the_engine_there_is_one_line(monkeypatch, capsys):
+def test_without_the_engine_there_is_one_line(monkeypatch, capfd):
     installed(monkeypatch, mujoco_warp=False)
-    with pytest.raises(SystemExit):
-        script.make_envs("Ant-v4", 2, "cpu")
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "pip install 'mujoco-warp<4'" in line
+    refused(capfd, "pip install 'mujoco-warp<4'", script.make_envs, "Ant-v4", 2, "cpu")
     policy = script.Agent(script.make_env("Ant-v4"))  # which still plays in gymnasium
     assert policy.act(np.zeros((2, 27))).shape == (2, 8)
 
 
-def test_the_pages_environment_trains(tmp_path, monkeypatch, capsys):
+def test_the_pages_environment_trains(tmp_path, monkeypatch, capfd):
     page = (ROOT / "docs" / "ppo_continuous_action_warp.md").read_text()
-    module = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    module, play, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "my_robots.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
     flags = "--env-id my_robots:Point --num-envs 64 --num-steps 32 --total-timesteps 60000"
     checkpoint = train(tmp_path / "run", flags)
-    table = [float(x) for _, x, _ in rows(tmp_path / "run")[1:]]
-    assert np.mean(table[:50]) < -25 and np.mean(table[-50:]) > -15
+    scores = returns(tmp_path / "run")
+    assert np.mean(scores[:50]) < -25 and np.mean(scores[-50:]) > -15
     assert checkpoint["envs"].keys() == {"steps", "place", "goal"}
-    assert "play:" not in capsys.readouterr().out
-    for more in ([], ["--env-id", "my_robots:Point"]):
-        with pytest.raises(SystemExit) as error:
-            script.evaluate(script.parse_args(["--evaluate", str(tmp_path / "run"), *more]))
-        assert error.value.code == 2
-    assert "--env-id Point: " in capsys.readouterr().err  # it loads no module by itself
-    play = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[1]
-    names = {"folder": tmp_path / "run"}
-    exec(play, names)  # as the page says
-    assert -15 < float(capsys.readouterr().out) < 0
+    assert "play:" not in capfd.readouterr().out
+    argv = ["--evaluate", str(tmp_path / "run")]
+    refused(capfd, "--env-id Point: ", script.evaluate, script.parse_args(argv))
+    with pytest.raises(SystemExit):  # it loads no module by itself
+        script.parse_args([*argv, "--env-id", "my_robots:Point"])
+    capfd.readouterr()
+    exec(play, {"folder": tmp_path / "run"})  # as the page says
+    assert -15 < float(capfd.readouterr().out) < 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "least"), [(1, -220), (2, -250), (3, -250)])
 def test_pendulum_is_learned(seed, least, tmp_path):
     flags = f"{PENDULUM} --total-timesteps 800000 --seed {seed} --run-dir {tmp_path}"
-    script.train(script.parse_args(flags.split()))
-    assert json.loads((tmp_path / "run.json").read_text())["final_return"] > least
+    assert np.mean(returns(script.train(small(flags, "")))[-100:]) > least
     argv = ["--evaluate", str(tmp_path), "--eval-episodes", "20"]
     assert np.mean(script.evaluate(script.parse_args(argv))) > least  # in gymnasium's
 
@@ -683,6 +597,5 @@ def test_warp_resumes_to_the_same_bits(tmp_path):
 @no_warp
 def test_half_cheetah_on_warp_improves(tmp_path):
     flags = "--env-id HalfCheetah-v4 --num-envs 64 --num-steps 64 --hidden 64 64 --no-cuda"
-    script.train(small(f"{flags} --total-timesteps 300000 --run-dir {tmp_path}", ""))
-    returns = [float(x) for _, x, _ in rows(tmp_path)[1:]]
-    assert np.mean(returns[-64:]) > np.mean(returns[:64]) + 300
+    folder = script.train(small(f"{flags} --total-timesteps 300000 --run-dir {tmp_path}", ""))
+    assert np.mean(returns(folder)[-64:]) > np.mean(returns(folder)[:64]) + 300

@@ -4,21 +4,16 @@ between agents, and the script as a program. `Duel` is a game whose ends and sco
 import hashlib
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from maths import Log, frames_agent
-from program import (
-    ROOT,
-    assert_same,
-    in_process,
-    scalars,
-    write_checkpoint,
-)
-from scripts import small_environments
+from maths import Log, frames_agent, program
+from program import ROOT, assert_same, content, scalars, write_checkpoint
+from scripts import refused, small_environments
 
 import ppo_pettingzoo_ma_atari as script
 from ppo_pettingzoo_ma_atari import Args
@@ -33,11 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The old environment creation API"),  # of PettingZoo 1.27
 ]
 NAME = "ppo_pettingzoo_ma_atari"
-SMALL = (
-    "--num-envs 4 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1 --no-cuda "
-    "--checkpoint-interval 2 --eval-episodes 2 --eval-interval 2"
-)
-STEPS = 4 * 8  # of an iteration, junk rows included
 TWO = {  # PettingZoo's games for two, and how many actions each has
     "basketball_pong_v3": 6, "boxing_v2": 18, "combat_plane_v2": 18, "combat_tank_v2": 18,
     "double_dunk_v3": 18, "entombed_competitive_v3": 18, "entombed_cooperative_v3": 18,
@@ -54,7 +44,7 @@ def duel(monkeypatch):
     small_environments(monkeypatch)
 
 
-parse, small, train = in_process(script, SMALL, STEPS)
+parse, small, train = program(NAME, "--eval-interval 2")
 
 
 def shrunk(*screens: np.ndarray) -> np.ndarray:
@@ -72,8 +62,6 @@ def shrunk(*screens: np.ndarray) -> np.ndarray:
 
 
 # --- what the players see -------------------------------------------------------------------------
-
-
 def test_a_real_game_from_its_first_screen():
     envs = script.Envs(Args(), 2)
     envs.ales[0].reset_game()
@@ -194,8 +182,6 @@ def test_games_for_two_and_no_others(kind, capsys):
 
 
 # --- players that die first -----------------------------------------------------------------------
-
-
 def test_who_dies_first_waits(duel):
     """By hand: player 1 dies in frame 10, in the third step; the game ends in frame 22, the sixth.
     Row 6 is autoreset's. So it goes on in sevens."""
@@ -225,7 +211,7 @@ def test_a_long_game_is_truncated_for_who_still_plays(duel):
 
 
 def test_rows_of_the_dead_are_marked_and_episodes_are_each_player_s(duel):
-    args, log = small("--env-id duel_v0 --num-steps 23"), Log()
+    args, log = small("--num-steps 23"), Log()
     envs, agent = script.Envs(args, 4), frames_agent(NAME, args)
     with torch.no_grad():
         agent.actor.bias[2] = -1e9  # never the action that pays more
@@ -244,8 +230,6 @@ def test_rows_of_the_dead_are_marked_and_episodes_are_each_player_s(duel):
 
 
 # --- games between agents -------------------------------------------------------------------------
-
-
 class Always:
     """An agent that knows one action."""
 
@@ -259,7 +243,7 @@ class Always:
 
 
 def test_sides_are_changed(duel):
-    args = small("--env-id duel_v0 --eval-episodes 5")
+    args = small("--eval-episodes 5")
     agents = [Always(0), Always(1)]
     scores = script.play(agents, args, 7)
     # player 0 wins 66 to 10, whoever it is; the first agent is player 0 in games 0, 2 and 4
@@ -269,13 +253,13 @@ def test_sides_are_changed(duel):
         wanted = [(1, 0) if (k + side) % 2 == 0 else (0, 1) for k in range(5)]
         assert agent.planes == wanted * 6
     film = []
-    scores = script.play([Always(2), Always(0)], small("--env-id duel_v0"), 7, film)
+    scores = script.play([Always(2), Always(0)], small(), 7, film)
     assert scores.tolist() == [[66 + 5 * 22, 10], [60, 66]]
     assert [frame.shape for frame in film] == [(210, 160, 3)] * 6
 
 
 def test_a_random_player_draws_all_actions_alike(duel):
-    args = small("--env-id duel_v0 --eval-episodes 60")
+    args = small("--eval-episodes 60")
     scores = script.play([None, Always(0)], args, 3)
     # it is player 0 in half the games and gets 5 more in a quarter of 22 frames, else of 10
     more = np.concatenate([(scores[::2, 0] - 66) / 22, (scores[1::2, 0] - 10) / 10])
@@ -310,7 +294,7 @@ def test_it_plays_against_itself_of_some_time_ago(duel, tmp_path, monkeypatch):
         return plain(agents, args, seed, film)
 
     monkeypatch.setattr(script, "play", play)
-    flags = f"--env-id duel_v0 --total-timesteps {5 * STEPS}"
+    flags = "--total-timesteps 160"
     after = train(tmp_path / "run", flags)
     (first, untrained, _), (second, past, _) = met
     assert_same(past, first)
@@ -325,40 +309,36 @@ def test_it_plays_against_itself_of_some_time_ago(duel, tmp_path, monkeypatch):
     assert {x for _, x in found["charts/episodic_length-player1"]} == {3.0}
 
 
-def test_evaluation_says_who_wins(duel, tmp_path, capsys):
-    train(tmp_path / "a", "--env-id duel_v0")
-    train(tmp_path / "b", "--env-id duel_v0 --seed 2")
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    for against in ("", f"--against {tmp_path / 'b'}"):
-        capsys.readouterr()
-        args = parse(f"--evaluate {tmp_path / 'a'} --eval-episodes 4 {against}")
+def test_evaluation_says_who_wins(duel, tmp_path, capfd):
+    a, b = tmp_path / "a", tmp_path / "b"
+    train(a)
+    train(b, "--seed 2")
+    before = content(tmp_path)
+    for against in ("", f"--against {b}"):
+        capfd.readouterr()
+        args = parse(f"--evaluate {a} --eval-episodes 4 {against}")
         returns = script.evaluate(args)
-        out = capsys.readouterr().out.splitlines()
+        out = capfd.readouterr().out.splitlines()
         assert out[0].startswith(f"eval_episode=0, episodic_return={returns[0]:.2f} to ")
-        scores = script.np.array(
-            [[float(line.split()[1].split("=")[1]), float(line.split()[3])] for line in out[:4]]
-        )
+        pattern = r"eval_episode=\d, episodic_return=(\S+) to (\S+)"
+        scores = np.array([re.match(pattern, line).groups() for line in out[:4]], float)
         assert scores[:, 0].tolist() == returns
         rate, low, high = script.win_rate(scores).values()
         assert out[4] == f"4 games, win rate {rate:.3f}, 95 % interval {low:.3f} to {high:.3f}"
         assert script.evaluate(args) == returns
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-    saved = script.load_checkpoint(tmp_path / "b")
+    assert content(tmp_path) == before
+    saved = script.load_checkpoint(b)
     for other, env_id in (("c", "pong_v3"), ("d", "other_v0")):
         (tmp_path / other).mkdir()
         args = vars(saved["args"]) | {"env_id": env_id}
         write_checkpoint(tmp_path / other, saved | {"args": args})
     wrong = [("c", "does not fit"), ("d", "d: plays other_v0, not duel_v0"), ("e", "no checkpoint")]
     for other, says in wrong:
-        with pytest.raises(SystemExit) as end:
-            script.evaluate(parse(f"--evaluate {tmp_path / 'a'} --against {tmp_path / other}"))
-        assert end.value.code == 2
-        assert says in capsys.readouterr().err
+        args = parse(f"--evaluate {a} --against {tmp_path / other}")
+        refused(capfd, says, script.evaluate, args)
 
 
 # --- resuming -------------------------------------------------------------------------------------
-
-
 def test_a_game_goes_on_to_the_same_bits():
     """In the midst of it, with one of its players dead, in other emulators."""
     args, rng = Args(env_id="maze_craze_v3"), np.random.default_rng(0)
@@ -381,8 +361,6 @@ def test_a_game_goes_on_to_the_same_bits():
 
 
 # --- learning -------------------------------------------------------------------------------------
-
-
 class Picture:
     """The left or the right half is lit: player 0 must say which, player 1 the opposite. A game is
     one step. Right pays 1, else -1. Who can't tell the players apart gets 0 at best."""
@@ -451,10 +429,7 @@ def test_drawn_actions_tell_them_apart_too_and_no_one_can_without_the_indicator(
 
 
 # --- as a program ---------------------------------------------------------------------------------
-
-
 def test_defaults_are_cleanrl_s():
-    args = Args()
     wanted = {
         "env_id": "pong_v3", "total_timesteps": 20_000_000, "learning_rate": 2.5e-4,
         "num_envs": 16, "num_steps": 128, "anneal_lr": True, "gamma": 0.99, "gae_lambda": 0.95,
@@ -462,7 +437,7 @@ def test_defaults_are_cleanrl_s():
         "clip_vloss": True, "ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5,
         "target_kl": None, "batch_size": 2048, "minibatch_size": 512, "num_iterations": 9765,
     }  # fmt: skip
-    assert {name: getattr(args, name) for name in wanted} == wanted
+    assert wanted.items() <= vars(Args()).items()
 
 
 def test_the_win_rate_on_the_page_is_that_of_the_committed_games():
@@ -470,5 +445,5 @@ def test_the_win_rate_on_the_page_is_that_of_the_committed_games():
     scores = np.array(json.loads(table.read_text())["evaluation"])  # points ahead
     rate, low, high = script.win_rate(np.stack([scores, -scores], axis=1)).values()
     page = " ".join((ROOT / "docs/ppo_pettingzoo_ma_atari.md").read_text().split())
-    won = f"It won {rate * 100:.0f} of these {len(scores)} games"
+    won = f"won {rate * 100:.0f} of these {len(scores)} games"
     assert f"{won} (95 % interval {100 * low:.0f} to {100 * high:.0f})" in page

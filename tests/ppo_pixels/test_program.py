@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from program import assert_same, content, rows, train_until_killed
+from maths import checkpoint, killed_and_resumed
+from program import content
+from scripts import refused
 
 import ppo_pixels
 
@@ -22,10 +24,7 @@ class Kinds(gym.Env):
     """Observations drawn from any space, the last action's sum in every reward; episodes of 7 to 11
     steps, whose end is a termination if their length is even."""
 
-    render_mode = "rgb_array"
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
-
-    def __init__(self, observation=None, action=None, info=None, reward=float, render_mode=None):
+    def __init__(self, observation=None, action=None, info=None):
         self.observation_space = observation or spaces.Dict(
             screen=spaces.Box(shape=(16, 12, 3), **BYTES),
             codes=spaces.Box(shape=(7, 7, 2), **BYTES),
@@ -34,7 +33,7 @@ class Kinds(gym.Env):
             where=spaces.Discrete(3),
         )
         self.action_space = action or spaces.Tuple([spaces.Discrete(3), spaces.Box(-1, 1, (2,))])
-        self.info, self.reward = info or {}, reward
+        self.info = info or {}
 
     def reset(self, seed=None, options=None):
         super().reset(seed=seed)
@@ -46,13 +45,9 @@ class Kinds(gym.Env):
         assert self.action_space.contains(action), action
         self.t += 1
         total = float(np.sum(np.hstack(gym.spaces.flatten(self.action_space, action))))
-        over = self.t == self.end
-        even = self.end % 2 == 0
+        over, even = self.t == self.end, self.end % 2 == 0
         obs = self.observation_space.sample()
-        return obs, self.reward(total + self.t), over and even, over and not even, self.info
-
-    def render(self):
-        return np.zeros((32, 32, 3), np.uint8)
+        return obs, total + self.t, over and even, over and not even, self.info
 
 
 def register(name: str, **kwargs) -> str:
@@ -69,38 +64,21 @@ def train(folder: Path, flags: str, env_id: str = KINDS) -> Path:
     return ppo_pixels.train(args)
 
 
-def checkpoint(folder: Path) -> dict:
-    found = torch.load(folder / "checkpoint.pt", weights_only=True)
-    del found["args"]
-    return found
-
-
 # --- runs -----------------------------------------------------------------------------------------
 STACKED = "--frame-stack 2 --grayscale --action-repeat 2 --resize 16x16"
 
 
-@pytest.mark.parametrize("flags", [STACKED, "--separate-critic --no-scale-rewards"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"--env-id {KINDS} {STACKED}",
+        f"--env-id {KINDS} --separate-critic --no-scale-rewards",
+        "--env-id envpool:MiniGrid-DoorKey-5x5-v0",
+    ],
+)
 def test_a_run_cut_off_goes_on_to_the_same_bits(tmp_path, flags):
-    flags = f"{flags} --total-timesteps 160 --checkpoint-interval 2"
-    whole = train(tmp_path / "whole", flags)
-    assert len(rows(whole)) > 8
-    argv = f"--env-id {KINDS} --run-dir {tmp_path / 'cut'} {SMALL} {flags}".split()
-    assert train_until_killed("ppo_pixels", "update", 4, argv) == -9
-    ppo_pixels.train(ppo_pixels.parse_args(["--resume", str(tmp_path / "cut")]))
-    assert_same(checkpoint(tmp_path / "cut"), checkpoint(whole))
-    assert rows(tmp_path / "cut") == rows(whole)
-
-
-def test_envpool_goes_on_to_the_same_bits(tmp_path):
-    env_id, flags = (
-        "envpool:MiniGrid-DoorKey-5x5-v0",
-        "--total-timesteps 160 --checkpoint-interval 1",
-    )
-    whole = train(tmp_path / "whole", flags, env_id)
-    argv = f"--env-id {env_id} --run-dir {tmp_path / 'cut'} {SMALL} {flags}".split()
-    assert train_until_killed("ppo_pixels", "update", 3, argv) == -9
-    ppo_pixels.train(ppo_pixels.parse_args(["--resume", str(tmp_path / "cut")]))
-    assert_same(checkpoint(tmp_path / "cut"), checkpoint(whole))
+    flags = f"{flags} {SMALL} --total-timesteps 160 --checkpoint-interval 2"
+    killed_and_resumed("ppo_pixels", tmp_path, flags, least=0 if "envpool" in flags else 8)
 
 
 def test_what_is_seen_is_said(tmp_path, capfd):
@@ -108,32 +86,25 @@ def test_what_is_seen_is_said(tmp_path, capfd):
     assert "sees picture image (36, 36, 2)\nsees height vector (1,)\n" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "name, observation, action",
-    [
-        ("Image", spaces.Box(shape=(36, 40, 3), **BYTES), spaces.Discrete(4, start=2)),
-        ("First", spaces.Box(shape=(3, 40, 36), **BYTES), spaces.MultiDiscrete([[2, 3], [3, 2]])),
-        ("Grey", spaces.Box(shape=(36, 36), **BYTES), spaces.MultiBinary(3)),
-        ("Stack", spaces.Box(shape=(2, 20, 20, 3), **BYTES), spaces.Box(-1, 1, (2, 3))),
-        ("Float", spaces.Box(-1, 1, (16, 16, 3)), spaces.Box(0, 9, (2,), np.int64)),
-        ("Vector", VECTOR, spaces.Box(-np.inf, 3.4e38, (2,), np.float64)),
-        ("Choice", spaces.MultiDiscrete([3, 4]), spaces.Tuple([spaces.Discrete(2)] * 2)),
-        (
-            "Nested",
-            spaces.Tuple([spaces.Dict(a=spaces.Discrete(2)), spaces.MultiBinary([2, 2])]),
-            spaces.Dict(
-                z=spaces.Dict(b=spaces.Box(0, 1, ())), a=spaces.Tuple([spaces.MultiBinary(2)])
-            ),
-        ),
-    ],
-)
-def test_every_kind_of_space_trains(tmp_path, name, observation, action):
-    env_id = register(name, observation=observation, action=action)
+SPACES = [  # of observations and of actions
+    (spaces.Box(shape=(36, 40, 3), **BYTES), spaces.Discrete(4, start=2)),
+    (spaces.Box(shape=(3, 40, 36), **BYTES), spaces.MultiDiscrete([[2, 3], [3, 2]])),
+    (spaces.Box(shape=(36, 36), **BYTES), spaces.MultiBinary(3)),
+    (spaces.Box(shape=(2, 20, 20, 3), **BYTES), spaces.Box(-1, 1, (2, 3))),
+    (spaces.Box(-1, 1, (16, 16, 3)), spaces.Box(0, 9, (2,), np.int64)),
+    (VECTOR, spaces.Box(-np.inf, 3.4e38, (2,), np.float64)),
+    (spaces.MultiDiscrete([3, 4]), spaces.Tuple([spaces.Discrete(2)] * 2)),
+    (spaces.Tuple([spaces.Dict(a=spaces.Discrete(2)), spaces.MultiBinary([2, 2])]),
+     spaces.Dict(z=spaces.Dict(b=spaces.Box(0, 1, ())), a=spaces.Tuple([spaces.MultiBinary(2)]))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("observation, action", SPACES)
+def test_every_kind_of_space_trains(tmp_path, observation, action):
+    env_id = register("Any", observation=observation, action=action)
     folder = train(tmp_path / "run", "--total-timesteps 64", env_id)
-    returns = ppo_pixels.evaluate(
-        ppo_pixels.parse_args(f"--evaluate {folder} --eval-episodes 2".split())
-    )
-    assert len(returns) == 2
+    play = ppo_pixels.parse_args(f"--evaluate {folder} --eval-episodes 2".split())
+    assert len(ppo_pixels.evaluate(play)) == 2
     agent, args = ppo_pixels.load(folder)
     assert args.env_id == env_id
     batch = gym.vector.utils.create_empty_array(observation, 3)
@@ -153,17 +124,13 @@ def row_of(batch, k):
 
 
 def test_masks_reach_the_policy(tmp_path):
-    """By info, and by an observation's key; what is masked is never done."""
-    mask = np.array([1, 0, 1, 0], np.int8)
-    by_info = register(
-        "Info", observation=VECTOR, action=spaces.Discrete(4), info={"action_mask": mask}
-    )
+    """By info; what is masked is never done."""
+    mask, choices = np.array([1, 0, 1, 0], np.int8), {"action": spaces.Discrete(4)}
+    by_info = register("Info", observation=VECTOR, info={"action_mask": mask}, **choices)
     folder = train(tmp_path / "run", "--total-timesteps 64", by_info)
     for _, actions in checkpoint(folder)["played"]:
         assert actions[:, [1, 3]].sum() == 0
-    nothing = register(
-        "None", observation=VECTOR, action=spaces.Discrete(4), info={"action_mask": 0 * mask}
-    )
+    nothing = register("None", observation=VECTOR, info={"action_mask": 0 * mask}, **choices)
     with pytest.raises(ValueError, match="leaves nothing to choose"):
         train(tmp_path / "none", "--total-timesteps 64", nothing)
     assert not (tmp_path / "none").exists()
@@ -192,37 +159,22 @@ WRONG = {
 
 
 @pytest.mark.parametrize("flags", WRONG, ids=lambda x: x[:40])
-def test_wrong_input_is_one_line(tmp_path, capsys, flags):
-    flags = flags if "--env-id" in flags else f"--env-id {KINDS} {flags}"
-    with pytest.raises(SystemExit) as ended:
-        argv = f"--total-timesteps 64 {SMALL} --run-dir {tmp_path / 'run'} {flags}".split()
-        ppo_pixels.train(ppo_pixels.parse_args(argv))
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert len(said.strip().splitlines()) == 1
-    assert WRONG[flags.removeprefix(f"--env-id {KINDS} ")] in said
+def test_wrong_input_is_one_line(tmp_path, capfd, flags):
+    env_id = flags.split()[1] if "--env-id" in flags else KINDS
+    more = "" if "--env-id" in flags else flags
+    given = tmp_path / "run", f"--total-timesteps 64 {more}", env_id
+    refused(capfd, WRONG[flags], train, *given)
     assert not (tmp_path / "run").exists()
 
 
-def test_an_agent_for_other_eyes(tmp_path, capsys):
+def test_an_agent_for_other_eyes_or_with_another_network(tmp_path, capfd):
     folder = train(tmp_path / "run", "--total-timesteps 64")
-    before = content(folder)
-    other = register("Other", observation=spaces.Dict(a=VECTOR))
-    with pytest.raises(SystemExit) as ended:
-        ppo_pixels.evaluate(ppo_pixels.parse_args(f"--evaluate {folder} --env-id {other}".split()))
-    assert ended.value.code == 2
-    assert "its agent sees" in capsys.readouterr().err
-    assert content(folder) == before
-
-
-def test_a_run_does_not_go_on_with_another_network(tmp_path, capsys):
-    folder = train(tmp_path / "run", "--total-timesteps 64")
-    before = content(folder)
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        ppo_pixels.train(ppo_pixels.parse_args(["--resume", str(folder), "--separate-critic"]))
-    assert ended.value.code == 2
-    assert "does not fit the environment and the flags" in capsys.readouterr().err
+    before, other = content(folder), register("Other", observation=spaces.Dict(a=VECTOR))
+    play = ppo_pixels.parse_args(f"--evaluate {folder} --env-id {other}".split())
+    refused(capfd, "its agent sees", ppo_pixels.evaluate, play)
+    more = ppo_pixels.parse_args(["--resume", str(folder), "--separate-critic"])
+    says = "does not fit the environment and the flags"
+    refused(capfd, says, ppo_pixels.train, more)
     assert content(folder) == before
 
 
@@ -265,30 +217,3 @@ def test_compiled_is_the_same_to_rounding(tmp_path):
         torch.testing.assert_close(compiled[name], x, rtol=1e-2, atol=1e-3)
     half = checkpoint(train(tmp_path / "half", "--total-timesteps 64 --bf16"))["agent"]
     assert all(x.isfinite().all() for x in half.values())
-
-
-# --- learning -------------------------------------------------------------------------------------
-def final(folder: Path) -> float:
-    return float(np.mean([float(row[1]) for row in rows(folder)[-100:]]))
-
-
-def test_a_picture_a_number_a_choice_and_a_distance_are_learned(tmp_path):
-    """Random play gets 2 of 20."""
-    flags = (
-        "--num-envs 16 --num-steps 64 --num-minibatches 4 --update-epochs 4 --learning-rate 1e-3"
-    )
-    folder = train(tmp_path / "run", f"{flags} --log-std-init -0.5 --total-timesteps 16384", GATES)
-    argv = f"--evaluate {folder} --env-id {GATES} --eval-episodes 5".split()
-    assert np.mean(ppo_pixels.evaluate(ppo_pixels.parse_args(argv))) >= 16
-    first = [float(row[1]) for row in rows(folder)[1:50]]
-    assert np.mean(first) < 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_doorkey_is_learned(tmp_path, seed):
-    """rl-zoo's PPO gets 0.964 after 100,000 steps."""
-    flags = "--num-envs 16 --num-steps 128 --num-minibatches 8 --update-epochs 4"
-    flags += f" --learning-rate 1e-3 --total-timesteps 100000 --seed {seed}"
-    folder = train(tmp_path / "run", flags, "envpool:MiniGrid-DoorKey-5x5-v0")
-    assert final(folder) >= 0.94
