@@ -147,7 +147,7 @@ def check(args, low: dict, high: dict):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
-KEPT = ("num_envs", "log_std_init", "scale_actions")  # flags that a resumed run can't change
+KEPT = ("seed", "num_envs", "log_std_init", "scale_actions")  # a resumed run keeps these
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -741,20 +741,26 @@ def check_views(agent: Agent):
         place += p.numel() if inside else 0
 
 
+def named_views(agent: Agent, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The trained parameters as parts of the vector [P], by name. Modules may share a parameter,
+    and networks a module, which has one name here."""
+    learning = trained(agent).values()
+    parts = vector.split([p.numel() for p in learning])
+    views = {p: part.view(p.shape) for p, part in zip(learning, parts, strict=True)}
+    named = {}
+    for prefix, module in agent.named_modules():
+        for name, p in module.named_parameters(prefix, recurse=False):
+            if p in views:
+                named[name] = views[p]
+    return named
+
+
 def minibatch_step(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
     """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; gives metrics."""
-    learning = trained(agent).values()
-    parts = adam["parameters"].split([p.numel() for p in learning])
-    views = {p: part.view(p.shape) for p, part in zip(learning, parts, strict=True)}
-    places = {  # of each module once, which may be used twice; modules may share a parameter
-        name: views[p]
-        for prefix, module in agent.named_modules()
-        for name, p in module.named_parameters(prefix, recurse=False)
-        if p in views
-    }
+    views = named_views(agent, adam["parameters"])
 
     def policy(*given):
-        return torch.func.functional_call(agent, places, given, tie_weights=False)
+        return torch.func.functional_call(agent, views, given, tie_weights=False)
 
     loss, metrics = ppo_loss(policy, args, Batch(*[x[rows] for x in batch]))
     (grad,) = torch.autograd.grad(loss, adam["parameters"])

@@ -135,7 +135,7 @@ def check(args, low: dict, high: dict):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
-KEPT = ("num_envs", "env_id")  # flags that a resumed run can't change
+KEPT = ("seed", "num_envs", "env_id")  # a resumed run keeps these
 
 
 def parse_args(argv: list[str] | None = None) -> Args:

@@ -129,6 +129,7 @@ WRONG = [
     ("--resume run --evaluate run", "--resume goes on in its folder"),
     ("--resume run --run-dir new", "--resume goes on in its folder"),
     ("--resume run --num-envs 3", "run goes on with its"),
+    ("--resume run --seed 9", "--seed 9: run goes on with its"),
     ("--resume run --gamma 1.5", "--gamma 1.5: not in 0 ... 1"),
     ("--run-dir run", "--resume run"),
     ("--track", "wandb is not installed: pip install wandb"),

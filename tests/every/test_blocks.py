@@ -11,15 +11,15 @@ from program import folded
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Lines that each script may have at most, with slack: clarity comes first
 LINES = {
-    "ppo": 1220,
-    "ppo_continuous_action": 1240,
+    "ppo": 1230,
+    "ppo_continuous_action": 1250,
     "ppo_cma": 1220,
     "ppo_kl_adaptive": 1280,
     "ppo_atari_multigpu": 1060,
     "ppo_atari_lstm": 830,
     "ppo_procgen": 800,
     "ppo_pettingzoo_ma_atari": 840,
-    "ppo_continuous_action_warp": 1050,
+    "ppo_continuous_action_warp": 1070,
     "ppo_pixels": 1510,
     "ppo_lstm": 1630,
     "ppo_pettingzoo": 1320,
