@@ -325,8 +325,8 @@ def test_arguments_of_a_run_cut_off_can_be_told_to_the_other_processes(tmp_path)
     """Rank 0 tells its arguments as they are, and each process makes Args of them."""
     torch.save({"args": vars(Args(num_envs=4))}, tmp_path / "checkpoint.pt")
     (tmp_path / "run.json").write_text('{"status": "running"}')
-    args = script.parse_args(["--run-dir", str(tmp_path), "--seed", "5"])
-    assert (args.resume, args.num_envs, args.seed) == (tmp_path, 4, 5)
+    args = script.parse_args(["--run-dir", str(tmp_path), "--gamma", "0.9"])
+    assert (args.resume, args.num_envs, args.gamma) == (tmp_path, 4, 0.9)
     assert Args(**vars(args)) == args
 
 
