@@ -605,6 +605,15 @@ def test_what_a_run_writes(script, runs):
 
 
 @EVERY
+def test_in_a_notebook_the_last_line_names_a_command_that_exists(script, kept, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py"])
+    go_on(script, kept)
+    (program,) = re.findall(r"play: python (\S+) --evaluate", capsys.readouterr().out)
+    assert Path(program).samefile(ROOT / f"{script}.py")
+
+
+@EVERY
 def test_of_episodes_that_end_at_one_step_tensorboard_has_the_mean(script, runs):
     """And of all else one value an iteration."""
     folder = runs(script)
