@@ -148,7 +148,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     for name in KEPT:
         if args.resume and getattr(args, name) != getattr(saved, name):
             flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            fail(f"{flag}: {args.resume} goes on with its {getattr(saved, name)}")
+            fail(f"{flag}: {args.resume} keeps its {getattr(saved, name)}: leave the flag out")
     if importlib.util.find_spec("envpool") is None:
         fail("envpool is not installed: pip install envpool")
     if args.track and importlib.util.find_spec("wandb") is None:
@@ -595,7 +595,7 @@ def load_checkpoint(folder: Path) -> dict:
     path = Path(folder) / "checkpoint.pt"
     try:
         if not path.is_file():  # reading a pipe would block
-            raise FileNotFoundError(path.name)
+            raise FileNotFoundError("this is no folder of a run")
         with zipfile.ZipFile(path) as file:
             if file.testzip():
                 raise ValueError("it is damaged")

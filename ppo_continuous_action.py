@@ -164,7 +164,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     for name in KEPT:
         if args.resume and getattr(args, name) != getattr(saved, name):
             flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            fail(f"{flag}: {args.resume} goes on with its {getattr(saved, name)}")
+            fail(f"{flag}: {args.resume} keeps its {getattr(saved, name)}: leave the flag out")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track: wandb is not installed: pip install wandb")
     if args.capture_video:  # find out before training what is missing
@@ -219,7 +219,8 @@ def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
         hint = "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py"
         fail(f"--env-id {env_id}: {space}: {hint}")
     if not isinstance(actions, gym.spaces.Box):
-        fail(f"--env-id {env_id}: {actions}: a Box of actions is needed; choices: ppo.py")
+        hint = "a Box of actions is needed; for discrete ones use ppo.py"
+        fail(f"--env-id {env_id}: {actions}: {hint}")
 
 
 def episode_seed(*key: int) -> int:
@@ -989,7 +990,7 @@ def load_checkpoint(folder: Path) -> dict:
     path = Path(folder) / "checkpoint.pt"
     try:
         if not path.is_file():  # reading a pipe would block
-            raise FileNotFoundError(path.name)
+            raise FileNotFoundError("this is no folder of a run")
         with zipfile.ZipFile(path) as file:
             if file.testzip():
                 raise ValueError("it is damaged")
