@@ -68,6 +68,7 @@ def test_a_run_knows_its_changes(tmp_path, monkeypatch):
 
     def said(*words: str) -> str:
         monkeypatch.setattr(sys, "argv", ["change.py", *words])
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", "change.py", raising=False)
         return ended(change.main).stdout
 
     assert f"play: python change.py --evaluate {run}\n" in said(

@@ -21,8 +21,8 @@ def test_near_ids_and_what_is_missing_are_named(capfd, monkeypatch, tmp_path):
         ("ppo_continuous_action", "HalfCheeta-v4", "is not supported", "ids: ['HalfCheetah-v4'"),
         ("ppo", "CartPoll-v1", "near ids: ['CartPole-v1'"),
         ("ppo", "", "near ids: []"),
-        ("ppo_continuous_action", "CartPole-v1", "choices: ppo.py"),
-        ("ppo", "Ant-v4", "boxes: ppo_continuous_action.py"),
+        ("ppo_continuous_action", "CartPole-v1", "for discrete ones use ppo.py"),
+        ("ppo", "Ant-v4", "for a Box use ppo_continuous_action.py"),
         ("ppo", "Pong-v5", "pixels: ppo_pixels.py"),
         ("ppo_continuous_action", 'Ant-v4 --env-kwargs {"nonsense":1}', "nonsense"),
     ):
