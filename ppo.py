@@ -113,7 +113,8 @@ class Args:
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
-        low = {"seed": 0, "compile_from": 0, "env_workers": 0, "minibatch_size": 2}
+        low = {"seed": 0, "compile_from": 0, "env_workers": 0}
+        low |= {"minibatch_size": 2, "total_timesteps": self.batch_size}
         check(self, low, {"gamma": 1, "gae_lambda": 1, "env_workers": self.num_envs})
 
 

@@ -117,7 +117,8 @@ class Args:
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
         low = {"seed": 0, "compile_from": 0, "env_workers": 0, "log_std_init": -9}
         high = {"gamma": 1, "gae_lambda": 1, "log_std_init": 9, "env_workers": self.num_envs}
-        check(self, low | {"minibatch_size": 2}, high)
+        low |= {"minibatch_size": 2, "total_timesteps": self.batch_size}
+        check(self, low, high)
 
 
 def check(args, low: dict, high: dict):

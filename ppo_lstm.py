@@ -135,7 +135,7 @@ class Args:
             self.frame_stack = self.frame_stack or 4
             self.resize = self.resize or "84x84"
         low = {"seed": 0, "num_threads": 0, "env_workers": 0, "frame_stack": 0, "action_repeat": 0}
-        low |= {"log_std_init": -9, "minibatch_size": 2}
+        low |= {"log_std_init": -9, "minibatch_size": 2, "total_timesteps": self.batch_size}
         high = {
             "gamma": 1,
             "gae_lambda": 1,
