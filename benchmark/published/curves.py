@@ -327,7 +327,6 @@ SEEDS = range(101, 104)
 SCREENED = "ppo_continuous_action study", STUDY, STUDIED, "evaluation", SEEDS
 HARD = ("finger-spin", "pendulum-swingup", "walker-run", "hopper-hop", "acrobot-swingup")
 LED = ("cartpole-swingup", "cheetah-run", "walker-walk", "reacher-easy", "quadruped-walk")
-EXPLORING = "ppo_continuous_action explore-defaults", EXPLORED
 FOUND = {x: STUDY[x] for x in STUDY if re.search("fresh|least|study-8|-clip|target", x)}
 FOUND["change least-std+fresh-advantages"] = "both: advantages again, least deviation"
 FOUND["ppo_continuous_action study-std-0.1"] = "the deviation is set back to a twentieth"
@@ -335,10 +334,11 @@ FOUND["ppo_continuous_action"] = "`--target-kl 0.02`, now the default, seeds 201
 FOUND["change least-std-8-envs"] = "8 environments, and the deviation stays above a tenth"
 EIGHT = (*STUDIED, "Hopper-v4", "Swimmer-v4", "Humanoid-v4", "Reacher-v4")
 FINALISTS = "ppo_continuous_action no-target-kl", FOUND, EIGHT, "evaluation"
-EXPLORED_ON = {
-    "explore": [f"dm_control/{task}-v0" for task in HARD],
-    "explore-eight": EIGHT,
-    "explore-ten": [f"dm_control/{task}-v0" for task in HARD + LED],
+DEFAULTS = "ppo_continuous_action"  # seeds from 201
+EXPLORING = {
+    "explore": (f"{DEFAULTS} explore-defaults", EXPLORED, [f"dm_control/{x}-v0" for x in HARD]),
+    "explore-eight": (DEFAULTS, EXPLORED, EIGHT),
+    "explore-led": (DEFAULTS, EXPLORED, [f"dm_control/{x}-v0" for x in LED]),
 }
 
 

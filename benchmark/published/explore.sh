@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # A default that explores: the protocol of docs/what_matters.md, written before anything ran. Given again, it goes on.
-# STEP=1: each candidate on the five tasks where the defaults are behind. STEP=2 CANDIDATES="explore-defaults NAME ...":
-# those that go on, on five where the defaults lead and on eight of MuJoCo. RUNS=folder and WORKERS=processes may be set.
+# STEP=1: each candidate on the five tasks where the defaults are behind. STEP=2: those that go on, on eight of MuJoCo
+# and on five where the defaults lead. CANDIDATES="NAME ...", RUNS=folder and WORKERS=processes may be set.
 # Step 3, the winner's seeds 201 and on, is ppo.sh, once the winner is the default.
 . "$(dirname "$0")/bench.sh"
-if [[ ${STEP:-1} == 1 ]]; then
-  tasks=(dm_control/{finger-spin,pendulum-swingup,walker-run,hopper-hop,acrobot-swingup}-v0)
-else
-  tasks=(dm_control/{cartpole-swingup,cheetah-run,walker-walk,reacher-easy,quadruped-walk}-v0
-    {HalfCheetah,Walker2d,Ant,InvertedDoublePendulum,Hopper,Swimmer,Humanoid,Reacher}-v4)
+all="explore-defaults explore-log-std-0 explore-log-std-0.35 explore-8-envs state-std explore-entropy-falls
+  explore-pink-start least-std"
+tasks=(dm_control/{finger-spin,pendulum-swingup,walker-run,hopper-hop,acrobot-swingup}-v0)
+if [[ ${STEP:-1} == 2 ]]; then
+  all="explore-log-std-0 explore-entropy-falls"
+  tasks=({HalfCheetah,Walker2d,Ant,InvertedDoublePendulum,Hopper,Swimmer,Humanoid,Reacher}-v4
+    dm_control/{cartpole-swingup,cheetah-run,walker-walk,reacher-easy,quadruped-walk}-v0)
 fi
 explore() { # VARIANT COMMAND
   bench --results benchmark/published/results/explore --variant "$1" --command "$2" \
@@ -16,8 +18,7 @@ explore() { # VARIANT COMMAND
 }
 script="python ppo_continuous_action.py" change="python benchmark/published/studies/change.py"
 
-for name in ${CANDIDATES:-explore-defaults explore-log-std-0 explore-log-std-0.35 explore-8-envs state-std \
-  explore-entropy-falls explore-pink-start least-std}; do
+for name in ${CANDIDATES:-$all}; do
   case $name in
     explore-defaults) explore $name "$script" ;;
     explore-log-std-0) explore $name "$script --log-std-init 0" ;;

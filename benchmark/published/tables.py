@@ -601,7 +601,7 @@ for metric in report.METRICS:
     modes = (curves.MODES, curves.MUJOCO)
     for name, studied in {"ablations": parts, "modes": modes}.items():
         BLOCKS |= {f"{name}-{metric}": partial(ablations, "ppo_cma 1M", *studied, metric)}
-for name, env_ids in curves.EXPLORED_ON.items():
-    BLOCKS[name] = partial(ablations, *curves.EXPLORING, env_ids, "evaluation")
+for name, studied in curves.EXPLORING.items():
+    BLOCKS[name] = partial(ablations, *studied, "evaluation")
 for name, studied in {"what-matters": curves.SCREENED, "finalists": curves.FINALISTS}.items():
     BLOCKS[name] = partial(ablations, *studied, paid="what_matters-changes")
