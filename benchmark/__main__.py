@@ -10,6 +10,9 @@
     python -m benchmark verify results
 """
 
+import signal
+import sys
+
 import tyro
 
 from benchmark.compare import compare
@@ -20,5 +23,7 @@ from benchmark.tune import tune
 from benchmark.verify import verify
 
 if __name__ == "__main__":
+    # So the programs that a verb has started end with it; `run` and `tune` let them save
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     verbs = {verb.__name__: verb for verb in (run, report, compare, speed, tune, verify)}
     tyro.extras.subcommand_cli_from_dict(verbs, prog="python -m benchmark", description=__doc__)

@@ -38,6 +38,7 @@ from benchmark import data, programs
 from benchmark.programs import at_least, executable, lock, refuse, script_at, tail, write_json
 from benchmark.verify import MOST, NotKept, keep, weight
 
+ENDING = (signal.SIGINT, signal.SIGTERM)  # they end `run`
 STOPPED = {-15, 128 + 15, -2, 128 + 2, -10, 128 + 10}  # by SIGTERM, SIGINT or SIGUSR1
 PLACES = ("{env_id}", "{seed}", "{run_dir}")  # in the command of a program that is not ours
 OURS = ("--env-id", "--seed", "--run-dir")  # the flags that each job is given
@@ -515,18 +516,26 @@ def run(
     failed = [job for job in jobs if job.broken]
     left = [job for job in jobs if not job.broken and not ready(job.read())]
     say(f"{len(jobs)} jobs in {runs_dir}, {len(jobs) - len(left) - len(failed)} done before")
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & makes it ignored
+
+    def end(number, frame):
+        raise KeyboardInterrupt(number)
+
+    for number in ENDING:
+        signal.signal(number, end)  # a shell's & makes SIGINT ignored
     try:
         while left:
             left, lost = attempt(place, left, last=retries == 0)
             failed += lost
             retries -= 1
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # uv sends its copy of a Ctrl-C at once
+    except KeyboardInterrupt as stopped:
+        for number in ENDING:
+            signal.signal(number, signal.SIG_IGN)  # uv sends its copy of a Ctrl-C at once
         time.sleep(0.5)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in ENDING:
+            signal.signal(number, end)
         say(place.stop())
-        raise SystemExit(128 + signal.SIGINT) from None
+        (number,) = stopped.args
+        raise SystemExit(128 + number) from None
     for job in failed:
         reason = job.broken or job.read()["reason"]
         print(f"\n{job} failed: {reason}\n  log: {job.folder / 'log.txt'}")

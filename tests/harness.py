@@ -33,14 +33,15 @@ def ended(call: Callable, *args, code: int = 0, **more) -> subprocess.CompletedP
     """What a call wrote, which ends with this exit code, or returns if that is 0."""
     out, err = io.StringIO(), io.StringIO()
     found = 0
-    handler = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             call(*args, **more)
         except SystemExit as end:
             found = end.code or 0
         finally:
-            signal.signal(signal.SIGINT, handler)
+            for number, handler in before.items():
+                signal.signal(number, handler)
     assert found == code, out.getvalue() + err.getvalue()
     return subprocess.CompletedProcess(args, found, out.getvalue(), err.getvalue())
 

@@ -128,8 +128,12 @@ def test_job_killed_under_a_living_harness_is_tried_again(toy):
     assert len(lines("starts.txt")) == 2
 
 
-@pytest.mark.parametrize("ignored", [False, True], ids=["", "started with &"])
-def test_ctrl_c_leaves_resumable_runs(toy, ignored):
+@pytest.mark.parametrize(
+    ("number", "ignored"),
+    [(signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGTERM, False)],
+    ids=["Ctrl-C", "Ctrl-C, started with &", "SIGTERM"],
+)
+def test_a_signal_leaves_resumable_runs(toy, number, ignored):
     command = "python toy.py --total-timesteps 30 --tick 0.1"
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL)
     running = background(command, workers=2)
@@ -137,9 +141,9 @@ def test_ctrl_c_leaves_resumable_runs(toy, ignored):
     wait_for(lambda: len(lines("starts.txt")) == 2)
     time.sleep(0.5)
     for _ in range(2):  # as under uv
-        running.send_signal(signal.SIGINT)
+        running.send_signal(number)
         time.sleep(0.1)
-    assert running.wait(30) == 130
+    assert running.wait(30) == 128 + number
     assert "Traceback" not in Path("out.txt").read_text()
     assert "the same command goes on" in Path("out.txt").read_text()
     assert not any(programs.locked(folder_of(seed)) for seed in (1, 2))

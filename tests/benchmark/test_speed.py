@@ -3,6 +3,7 @@
 import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, digest, ended, refused
+from harness import ROOT, background, digest, ended, lines, refused, wait_for
 from stable_baselines3.common.vec_env import VecNormalize, unwrap_vec_normalize
 
 from benchmark import data, peers
@@ -75,6 +76,24 @@ def summary(rows: list[dict] | None = None) -> dict:
 
 def cpu_rate(name: str) -> float:
     return np.median(summary()[name].cpu_rates)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_ends_the_program_that_is_measured(number):
+    Path("toy.py").write_text("""if True:
+        import os, sys, time
+        with open(sys.argv[1], "w") as file:
+            file.write(f"{os.getpid()}\\n")
+        time.sleep(600)
+    """)
+    command = f"python toy.py {Path('starts.txt').resolve()}"
+    measuring = background("speed", command=command, output=TABLE)
+    wait_for(lambda: lines("starts.txt"))
+    ((pid,),) = lines("starts.txt")
+    measuring.send_signal(number)
+    assert measuring.wait(20) == 128 + number, Path("out.txt").read_text()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
 
 
 def test_known_costs():
