@@ -118,8 +118,8 @@ class Args:
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
         low = {"seed": 0, "num_threads": 0, "env_threads": 0, "local_num_envs": 0}
-        high = {"gamma": 1, "gae_lambda": 1, "num_minibatches": self.num_steps}
         low |= {"minibatch_size": 2, "total_timesteps": self.batch_size}
+        high = {"gamma": 1, "gae_lambda": 1, "num_minibatches": self.num_steps}
         check(self, low, high)
         if self.evaluate and self.world_size > 1:
             raise ValueError("--evaluate plays in one process")

@@ -116,8 +116,8 @@ class Args:
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
         low = {"seed": 0, "compile_from": 0, "env_workers": 0, "log_std_init": -9}
-        high = {"gamma": 1, "gae_lambda": 1, "log_std_init": 9, "env_workers": self.num_envs}
         low |= {"minibatch_size": 2, "total_timesteps": self.batch_size}
+        high = {"gamma": 1, "gae_lambda": 1, "log_std_init": 9, "env_workers": self.num_envs}
         check(self, low, high)
 
 

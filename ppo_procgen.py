@@ -107,9 +107,8 @@ class Args:
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
-        low = {"minibatch_size": 2, "total_timesteps": self.batch_size}
-        low |= {"seed": 0, "num_threads": 0, "env_threads": 0}
-        low |= {"num_levels": 0, "start_level": 0}
+        low = {"seed": 0, "num_threads": 0, "env_threads": 0, "num_levels": 0, "start_level": 0}
+        low |= {"minibatch_size": 2, "total_timesteps": self.batch_size}
         high = {"gamma": 1, "gae_lambda": 1, "num_levels": 10**9, "start_level": 10**9}
         check(self, low, high)
 

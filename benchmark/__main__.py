@@ -23,7 +23,7 @@ from benchmark.tune import tune
 from benchmark.verify import verify
 
 if __name__ == "__main__":
-    # So the programs that a verb has started end with it; `run` and `tune` let them save
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    for number in (signal.SIGINT, signal.SIGTERM):  # what a verb has started ends with it
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     verbs = {verb.__name__: verb for verb in (run, report, compare, speed, tune, verify)}
     tyro.extras.subcommand_cli_from_dict(verbs, prog="python -m benchmark", description=__doc__)

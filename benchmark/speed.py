@@ -92,10 +92,10 @@ class Program:
             clock.start()
             try:
                 _, status, usage = os.wait4(process.pid, 0)
-            except (KeyboardInterrupt, SystemExit) as stopped:  # by Ctrl-C or SIGTERM
+            except BaseException:  # Ctrl-C or SIGTERM
                 programs.kill_group(process.pid)
                 process.wait()
-                raise SystemExit(getattr(stopped, "code", 130)) from None
+                raise
             finally:
                 clock.cancel()
             wall = time.perf_counter() - start

@@ -380,6 +380,17 @@ def test_values_of_other_types_are_refused(script, change):
         importlib.import_module(script).Args(**change)
 
 
+@pytest.mark.parametrize("script", CLIPPED)
+def test_a_run_has_an_iteration_at_least(script):
+    Args = importlib.import_module(script).Args
+    least = Args().batch_size
+    assert Args(total_timesteps=least).num_iterations == 1
+    with pytest.raises(ValueError, match=f"--total-timesteps {least - 1}: not in {least} ..."):
+        Args(total_timesteps=least - 1)
+    with pytest.raises(ValueError, match="--total-timesteps 0: not in"):
+        Args(total_timesteps=0)
+
+
 def test_lists_and_choices_are_checked():
     multi = importlib.import_module("ppo_atari_multigpu")
     warp = importlib.import_module("ppo_continuous_action_warp")
