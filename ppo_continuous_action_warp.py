@@ -34,6 +34,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -152,7 +153,7 @@ def check(args, low: dict, high: dict):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
-KEPT = ("seed", "num_envs", "log_std_init", "scale_actions")  # a resumed run keeps these
+KEPT = ("seed", "num_envs", "num_steps", "log_std_init", "scale_actions")  # by a resumed run
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -164,12 +165,16 @@ def parse_args(argv: list[str] | None = None) -> Args:
         return resume or evaluate
 
     folder, _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
-    saved = load_checkpoint(folder)["args"] if folder else Args()
+    checkpoint = load_checkpoint(folder) if folder else {}
+    saved = checkpoint.get("args", Args())
+    steps, *_ = checkpoint.get("counters", (0,))
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
     for name in KEPT:
         if args.resume and getattr(args, name) != getattr(saved, name):
             flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
             fail(f"{flag}: {args.resume} keeps its {getattr(saved, name)}: leave the flag out")
+    if args.resume and args.total_timesteps < min(steps, saved.total_timesteps):
+        fail(f"--total-timesteps {args.total_timesteps}: {args.resume} has trained {steps}")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track: wandb is not installed: pip install wandb")
     if args.capture_video:  # find out before training what is missing
@@ -694,16 +699,15 @@ class Run:
         self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
         self.start = time.monotonic() - seconds
         self.status = "failed"  # until training has ended well
-        self.new = not args.resume
-        self.folder = args.resume or args.run_dir
         try:
-            self.folder = self.folder or new_folder(args)
+            self.folder = args.resume or args.run_dir or new_folder(args)
             self.folder.mkdir(parents=True, exist_ok=True)
+            self.new = not any(self.folder.iterdir())
             refuse_links(self.folder)
             path = self.folder / "episodes.csv"
             self.csv = open(path, "a", buffering=1)  # noqa: SIM115
         except OSError as error:
-            fail(f"{self.folder}: {error}")
+            fail(f"no folder for the run: {error}")
         with contextlib.ExitStack() as undo:
             undo.enter_context(self.csv)  # if the start fails, close it: the folder is free again
             try:
@@ -712,6 +716,8 @@ class Run:
                 fail(f"{self.folder}: another process trains in this folder")
             except OSError as error:  # a file system without locks
                 fail(f"{self.folder}: {error}")
+            if self.new:  # if the start fails, leave nothing
+                undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
             if not args.resume and (self.folder / "checkpoint.pt").exists():
                 fail(f"a run is there: --resume {self.folder} goes on with it")
             # drop the rows after the checkpoint: they will be logged again
@@ -746,11 +752,7 @@ class Run:
             self.wandb.finish()
         self.write_json(self.status)
         if kind and self.new and self.global_step == 0:  # failed before a step: leave nothing
-            for pattern in ("run.json", "checkpoint.pt*", "episodes.csv", "events.*"):
-                for path in self.folder.glob(pattern):
-                    path.unlink()
-            with contextlib.suppress(OSError):  # something else is in the folder
-                self.folder.rmdir()
+            shutil.rmtree(self.folder, ignore_errors=True)
         fcntl.flock(self.csv, fcntl.LOCK_UN)  # of a process that was forked meanwhile, too
         self.csv.close()
 

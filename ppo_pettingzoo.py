@@ -165,7 +165,7 @@ def check(args, low: dict, high: dict):
         raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
 
 
-KEPT = ("seed", "num_envs", "log_std_init")  # a resumed run keeps these
+KEPT = ("seed", "num_envs", "num_steps", "log_std_init")  # by a resumed run
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -177,12 +177,16 @@ def parse_args(argv: list[str] | None = None) -> Args:
         return resume or evaluate
 
     folder, _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
-    saved = load_checkpoint(folder)["args"] if folder else Args()
+    checkpoint = load_checkpoint(folder) if folder else {}
+    saved = checkpoint.get("args", Args())
+    steps, *_ = checkpoint.get("counters", (0,))
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
     for name in KEPT:
         if args.resume and getattr(args, name) != getattr(saved, name):
             flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
             fail(f"{flag}: {args.resume} keeps its {getattr(saved, name)}: leave the flag out")
+    if args.resume and args.total_timesteps < min(steps, saved.total_timesteps):
+        fail(f"--total-timesteps {args.total_timesteps}: {args.resume} has trained {steps}")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track: wandb is not installed: pip install wandb")
     if args.capture_video:  # find out before training what is missing
@@ -995,6 +999,8 @@ class Run:
                 fail(f"{self.folder}: another process trains in this folder")
             except OSError as error:  # a file system without locks
                 fail(f"{self.folder}: {error}")
+            if self.new:  # if the start fails, leave nothing
+                undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
             if not args.resume and (self.folder / "checkpoint.pt").exists():
                 fail(f"a run is there: --resume {self.folder} goes on with it")
             # drop the rows after the checkpoint: they will be logged again

@@ -16,6 +16,7 @@ from program import Clockwork, Levels, Toy, installed
 from scripts import (
     EVERY,
     GYMNASIUM,
+    NAMED,
     PARALLEL,
     POOLS,
     SMALL,
@@ -141,6 +142,7 @@ SURROGATE = [
     ("--update-epochs 1.5", "1.5"),
     ("--num-steps 0", "--num-steps 0: not in 1 ..."),
     ("--num-minibatches 0", "--num-minibatches 0: not in 1 ..."),
+    ("--resume run --num-steps 6", "--num-steps 6: run keeps its"),
 ]
 MINIBATCHES = [
     ("--num-minibatches 99", "--minibatch-size 0: not in 2 ..."),
@@ -389,6 +391,19 @@ def test_a_run_has_an_iteration_at_least(script):
         Args(total_timesteps=least - 1)
     with pytest.raises(ValueError, match="--total-timesteps 0: not in"):
         Args(total_timesteps=0)
+
+
+@EVERY
+def test_a_resumed_run_does_not_end_before_what_it_has_trained(script, place, capfd):
+    """Its folder would tell fewer steps than the agent has learned from."""
+    run = place(script) / "run"
+    checkpoint = importlib.import_module(script).load_checkpoint(run)
+    trained, *_ = checkpoint["counters"]
+    least = min(trained, checkpoint["args"].total_timesteps)  # whole episodes go beyond the total
+    resume = f"--resume {run} {NAMED.get(script, '')} --total-timesteps"
+    says = f"--total-timesteps {least - 1}: {run} has trained {trained}\n"
+    assert refused(capfd, says, parse, script, f"{resume} {least - 1}").endswith(says)
+    assert parse(script, f"{resume} {least}").total_timesteps == least
 
 
 def test_lists_and_choices_are_checked():

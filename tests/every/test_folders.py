@@ -193,12 +193,18 @@ def test_a_process_that_was_forked_meanwhile_does_not_keep_the_folder(
 
 @EVERY
 def test_a_start_that_failed_gives_the_folder_up(script, kept, monkeypatch):
-    """At once, though a notebook keeps the last error with all its frames."""
+    """And leaves nothing: at once, though a notebook keeps the last error with all its frames."""
     wandb = ModuleType("wandb")
     wandb.__spec__ = ModuleSpec("wandb", None)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     with pytest.raises(AttributeError) as error:  # it has no `init`
         train(script, kept.parent / "new", "--track", 1)
+    assert not (kept.parent / "new").exists()
+    (kept.parent / "new").mkdir()
+    (kept.parent / "new" / "notes").write_text("mine")
+    with pytest.raises(AttributeError):
+        train(script, kept.parent / "new", "--track", 1)
+    assert (kept.parent / "new" / "notes").read_text() == "mine"
     train(script, kept.parent / "new", iterations=1)
     with pytest.raises(SystemExit) as refusal:  # a run is there
         train(script, kept)
