@@ -100,6 +100,7 @@ class Args:
     clip_coef: float = 0.2  # epsilon of the clipped surrogate
     clip_vloss: bool = False  # also clip the change of the value
     ent_coef: float = 0.0  # weight of the entropy bonus
+    anneal_ent_coef: bool = False  # lower this weight linearly to 0
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # the gradient of all parameters is scaled down to this norm
     target_kl: float | None = 0.02  # stop the epochs once the mean approx_kl of one exceeds this
@@ -1212,8 +1213,11 @@ def train(args: Args) -> Path:
             while run.iteration < args.num_iterations and not stop:
                 remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
                 learning_rate = remaining * args.learning_rate  # annealed (detail 4)
+                now = copy.copy(args)
+                if args.anneal_ent_coef:
+                    now.ent_coef *= 1.0 - run.iteration / args.num_iterations
                 data = rollout(agent, envs, run, args)
-                metrics = update(agent, data, learning_rate, args, step)
+                metrics = update(agent, data, learning_rate, now, step)
                 check_finite(run.iteration, {"observations": data.obs, "rewards": data.rewards})
                 check_finite(run.iteration, metrics | agent.state_dict())
                 run.log(metrics | {"charts/learning_rate": learning_rate})

@@ -11,7 +11,7 @@ from program import folded
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Lines that each script may have at most, with slack: clarity comes first
 LINES = {
-    "ppo": 1230,
+    "ppo": 1240,
     "ppo_continuous_action": 1260,
     "ppo_cma": 1220,
     "ppo_kl_adaptive": 1280,

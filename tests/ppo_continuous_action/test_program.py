@@ -53,6 +53,26 @@ def test_what_is_logged(script, tmp_path):
     assert points.keys() >= losses | {"charts/learning_rate", "charts/SPS"}
 
 
+def test_the_entropy_bonus_falls_to_nothing(script, tmp_path, monkeypatch):
+    """Linearly, with what is left of all steps, those of a resumed run too."""
+    weights = []
+    plain = script.update
+
+    def spy(agent, data, learning_rate, args, step):
+        weights.append(args.ent_coef)
+        return plain(agent, data, learning_rate, args, step)
+
+    monkeypatch.setattr(script, "update", spy)
+    falling, constant = tmp_path / "falling", tmp_path / "constant"
+    train(script, falling, "--total-timesteps 384 --ent-coef 0.1 --anneal-ent-coef")
+    assert weights == pytest.approx([0.1, 0.2 / 3, 0.1 / 3])
+    after = resume(script, falling, "--total-timesteps 512")
+    assert weights[3:] == pytest.approx([0.025])
+    assert after["args"].ent_coef == 0.1
+    train(script, constant, "--total-timesteps 384 --ent-coef 0.1 --no-anneal-ent-coef")
+    assert weights[4:] == [0.1, 0.1, 0.1]
+
+
 # --- resume ---------------------------------------------------------------------------------------
 def test_a_renamed_copy_resumes_a_run(script, tmp_path):
     """To the bits of one that was never interrupted."""
