@@ -1190,10 +1190,10 @@ def train(args: Args) -> Path:
             while run.iteration < args.num_iterations and not stop:
                 remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
                 learning_rate = remaining * args.learning_rate  # annealed (detail 4)
+                data = rollout(agent, envs, run, args)
                 now = copy.copy(args)
                 if args.anneal_ent_coef:
                     now.ent_coef *= 1.0 - run.iteration / args.num_iterations
-                data = rollout(agent, envs, run, args)
                 metrics = update(agent, data, learning_rate, now, step)
                 check_finite(run.iteration, {"observations": data.obs, "rewards": data.rewards})
                 check_finite(run.iteration, metrics | agent.state_dict())
