@@ -335,10 +335,12 @@ FOUND["change least-std-8-envs"] = "8 environments, and the deviation stays abov
 EIGHT = (*STUDIED, "Hopper-v4", "Swimmer-v4", "Humanoid-v4", "Reacher-v4")
 FINALISTS = "ppo_continuous_action no-target-kl", FOUND, EIGHT, "evaluation"
 DEFAULTS = "ppo_continuous_action"  # seeds from 201
+WINNER = {f"{DEFAULTS} entropy-falls": "`--ent-coef 0.01 --anneal-ent-coef`"}
 EXPLORING = {
     "explore": (f"{DEFAULTS} explore-defaults", EXPLORED, [f"dm_control/{x}-v0" for x in HARD]),
     "explore-eight": (DEFAULTS, EXPLORED, EIGHT),
     "explore-led": (DEFAULTS, EXPLORED, [f"dm_control/{x}-v0" for x in LED]),
+    "explore-winner": (DEFAULTS, WINNER, (*EIGHT, "InvertedPendulum-v4")),
 }
 
 
