@@ -1035,9 +1035,8 @@ def train(args: Args) -> Path:
 
 def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
     """Print how to go on or to play; save the weights and record a video, if asked to."""
-    program = sys.argv[0]
-    if not hasattr(sys.modules["__main__"], "__file__"):  # a notebook
-        program = os.path.relpath(__file__)
+    # where it is imported, as in a notebook, the file itself
+    program = sys.argv[0] if __name__ == "__main__" else os.path.relpath(__file__)
     script = f"python {shlex.quote(program)}"
     folder = shlex.quote(str(run.folder))
     own = f" --env-id {run.args.env_id}" if ":" in run.args.env_id else ""  # name the module again

@@ -611,12 +611,15 @@ def test_what_a_run_writes(script, runs):
 
 
 @EVERY
-def test_in_a_notebook_the_last_line_names_a_command_that_exists(script, kept, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
-    monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py"])
+@pytest.mark.parametrize("program", ["ipykernel_launcher.py", "my_study.py"])
+def test_where_a_script_is_imported_the_last_line_names_it(
+    script, program, kept, capsys, monkeypatch
+):
+    """In a notebook, or in a program of one's own, which has other flags."""
+    monkeypatch.setattr(sys, "argv", [program])
     go_on(script, kept)
-    (program,) = re.findall(r"play: python (\S+) --evaluate", capsys.readouterr().out)
-    assert Path(program).samefile(ROOT / f"{script}.py")
+    (named,) = re.findall(r"play: python (\S+) --evaluate", capsys.readouterr().out)
+    assert Path(named).samefile(ROOT / f"{script}.py")
 
 
 @EVERY

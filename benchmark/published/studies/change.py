@@ -44,6 +44,7 @@ def changed(names: str):
     sys.modules[spec.name] = module
     module.kept = kept
     spec.loader.exec_module(module)
+    module.__name__ = "__main__"  # its last line names this program
     return module
 
 
