@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 from scipy.stats import norm
 
-from benchmark import data, report, speed, stats
+from benchmark import compare, data, report, speed, stats
 from benchmark.published import RESULTS, curves
 from benchmark.report import estimate, number, table
 
@@ -201,15 +201,29 @@ def ablations(
         if paid:
             cells.insert(1, ratio(found["study"], found.get(name.split()[-1])))
         cells += map(estimate, scores)
-        if judged:
-            ends = report.between(judged.low, judged.high, report.ratio)
-            cells.append(f"{judged.probability:.2f} {ends}".rstrip())
-            cells += [f"{judged.p:.2g}", judged.verdict]
-        else:
-            cells += ["", "", ""]
-        rows.append(cells)
+        rows.append(cells + (judgement(judged) if judged else ["", "", ""]))
     first = ["change", "CPU time", "seeds"] if paid else ["change", "seeds"]
     return table(" | ".join([*first, *env_ids, "P(better)", "p", "verdict"]), rows)
+
+
+def judgement(judged: compare.Judgement) -> list[str]:
+    """P with its interval, p, verdict."""
+    ends = report.between(judged.low, judged.high, report.ratio)
+    return [f"{judged.probability:.2f} {ends}".rstrip(), f"{judged.p:.2g}", judged.verdict]
+
+
+def explored() -> str:
+    """The entropy bonus that falls, over the ten tasks of dm_control of steps 1 and 2."""
+    without, falling = [], []
+    for step in ("explore", "explore-led"):
+        whole, _, tasks = curves.EXPLORING[step]
+        without += curves.committed([whole], tasks)
+        falling += curves.committed(["change explore-entropy-falls"], tasks)
+    rows = []
+    for metric, name in (("evaluation", "final policy"), ("training", "training")):
+        _, judged = compare.effect(without, falling, metric)
+        rows.append([name, *judgement(judged)])
+    return table("returns | P(better) on the ten | p | verdict", rows)
 
 
 def cma_results() -> str:
@@ -601,6 +615,7 @@ for metric in report.METRICS:
     modes = (curves.MODES, curves.MUJOCO)
     for name, studied in {"ablations": parts, "modes": modes}.items():
         BLOCKS |= {f"{name}-{metric}": partial(ablations, "ppo_cma 1M", *studied, metric)}
+BLOCKS["explore-ten"] = explored
 for name, studied in curves.EXPLORING.items():
     BLOCKS[name] = partial(ablations, *studied, "evaluation")
 for name, studied in {"what-matters": curves.SCREENED, "finalists": curves.FINALISTS}.items():
