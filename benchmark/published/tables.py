@@ -214,7 +214,8 @@ def judgement(judged: compare.Judgement) -> list[str]:
 
 def explored() -> str:
     """The entropy bonus that falls, over the ten tasks of dm_control of steps 1 and 2."""
-    without, falling = [], []
+    without = []
+    falling = []
     for step in ("explore", "explore-led"):
         whole, _, tasks = curves.EXPLORING[step]
         without += curves.committed([whole], tasks)
