@@ -1191,7 +1191,7 @@ def train(args: Args) -> Path:
                 remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
                 learning_rate = remaining * args.learning_rate  # annealed (detail 4)
                 data = rollout(agent, envs, run, args)
-                now = copy.copy(args)
+                now = copy.copy(args)  # of this iteration; compiled code follows
                 if args.anneal_ent_coef:
                     now.ent_coef *= 1.0 - run.iteration / args.num_iterations
                 metrics = update(agent, data, learning_rate, now, step)

@@ -63,7 +63,8 @@ def test_the_entropy_bonus_falls_to_nothing(script, tmp_path, monkeypatch):
         return plain(agent, data, learning_rate, args, step)
 
     monkeypatch.setattr(script, "update", spy)
-    falling, constant = tmp_path / "falling", tmp_path / "constant"
+    falling = tmp_path / "falling"
+    constant = tmp_path / "constant"
     train(script, falling, "--total-timesteps 384 --ent-coef 0.1 --anneal-ent-coef")
     assert weights == pytest.approx([0.1, 0.2 / 3, 0.1 / 3])
     after = resume(script, falling, "--total-timesteps 512")
