@@ -644,7 +644,8 @@ class Agent(nn.Module):
 
     def training_state(self) -> dict:
         """All that is needed to go on learning, except memorized steps, for `torch.save`."""
-        state = {"agent": self.state_dict(), "adam": self.adam.state_dict()}
+        adam = {"state": self.adam.state_dict()["state"]}  # its settings are the code's
+        state = {"agent": self.state_dict(), "adam": adam}
         state |= {"history": self.history, "generator": self.generator.get_state()}
         return state | {"rng": self.rng.bit_generator.state}
 

@@ -606,7 +606,8 @@ def save(run: Run, agent: Agent, past: Agent, envs: Envs):
     """Save all that is needed to continue. The file is renamed when whole: it is never half."""
     run.writer.flush()
     state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
-    state |= {"optimizer": agent.adam.state_dict(), "past": past.state_dict()}
+    state["optimizer"] = {"state": agent.adam.state_dict()["state"]}
+    state["past"] = past.state_dict()
     state["played"] = [(episode, torch.tensor(x)) for episode, x in envs.played()]
     state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.rows
     state |= {"returns": list(run.returns), "wandb": run.wandb and run.wandb.id}

@@ -569,7 +569,7 @@ def save(run: Run, agent: Agent):
     """Save all that is needed to continue. The file is renamed when whole: it is never half."""
     run.writer.flush()
     state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
-    state["optimizer"] = agent.adam.state_dict()
+    state["optimizer"] = {"state": agent.adam.state_dict()["state"]}
     state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.rows
     state |= {"returns": list(run.returns), "wandb": run.wandb and run.wandb.id}
     torch.save(state, run.folder / "checkpoint.pt.tmp")

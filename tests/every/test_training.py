@@ -168,6 +168,16 @@ def test_killed_again_and_again(script, kills, iterations, tmp_path):
     assert_same_run(script, folder, whole)
 
 
+@EVERY
+def test_a_run_killed_after_its_last_step_ends_in_the_same_checkpoint(script, tmp_path):
+    """Resumed, it has nothing to learn, and saves once more."""
+    folder = tmp_path / "run"
+    start(script, new(script, folder, 2))
+    before = load(script, folder)
+    start(script, again(script, folder))
+    assert_same(load(script, folder), before)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", PARALLEL)
 def test_killed_again_and_again_with_any_number_of_workers(script, tmp_path, monkeypatch):
