@@ -145,6 +145,9 @@ class Search:
             seed = np.random.SeedSequence((self.seed, number)).generate_state(1)
             study.sampler = samplers.TPESampler(seed=int(seed[0]))
             begun = number in running
+            if begun and study.get_trials(deepcopy=False)[number].state.name != "RUNNING":
+                held.close()  # another process ended it before we had the lock
+                return None, None, True
             mine = trial.Trial(study, trials[number]._trial_id) if begun else study.ask()
             for name, values in self.space.items():
                 mine._suggest(name, values)

@@ -13,8 +13,8 @@ import pytest
 from harness import TOY, background, digest, ended, lines, refused, table, told, wait_for
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from benchmark import data
-from benchmark.tune import dimension, flag, tune
+from benchmark import data, programs
+from benchmark.tune import Search, dimension, flag, tune
 
 RUNS = Path("study/Toy-v0/toy")
 FLAGS = {"search": ["x float -1 1"], "env_ids": ["Toy-v0"], "study": Path("study"), "num_seeds": 2}
@@ -143,6 +143,28 @@ def test_two_processes_share_a_study():
     assert all(len(starts(trial)) == 2 for trial in range(9))
     assert sorted(re.findall(r"^trial (\d+):", out, re.MULTILINE)) == sorted("012345678")
     assert {row[6] for row in lines("starts.txt")} == {str(process.pid) for process in both}
+
+
+def test_a_trial_that_another_process_ends_just_now_is_not_claimed(monkeypatch):
+    space = dict([dimension("x float -1 1")])
+    Path("study").mkdir()
+    search = Search("python toy.py", space, {"Toy-v0": (0, 1)}, [1], 2, Path("study"), False, 0)
+    study = search.study()
+    other, theirs, _ = search.claim(study)
+    theirs.close()
+
+    def lock(path, **how):
+        if path.name == "trial-0000.lock" and study.trials[0].state.name == "RUNNING":
+            study.tell(other, 0.5)
+        return programs.lock(path, **how)
+
+    monkeypatch.setattr("benchmark.tune.lock", lock)
+    assert search.claim(study) == (None, None, True)
+    trial, held, _ = search.claim(study)
+    assert trial.number == 1
+    held.close()
+    with programs.lock(Path("study/trial-0000.lock")):  # nobody keeps it
+        pass
 
 
 def test_failures_are_told_and_replaced():
