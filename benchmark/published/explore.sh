@@ -2,7 +2,7 @@
 # A default that explores: the protocol of docs/what_matters.md, written before anything ran. Given again, it goes on.
 # STEP=1: each candidate on the five tasks where the defaults are behind. STEP=2: those that go on, on eight of MuJoCo
 # and on five where the defaults lead. CANDIDATES="NAME ...", RUNS=folder and WORKERS=processes may be set.
-# STEP=3: the winner, with seeds that chose nothing.
+# Step 3, the winner with seeds that chose nothing, is in ppo.sh: it is the default.
 . "$(dirname "$0")/bench.sh"
 all="explore-defaults explore-log-std-0 explore-log-std-0.35 explore-8-envs state-std explore-entropy-falls
   explore-pink-start least-std"
@@ -16,21 +16,15 @@ explore() { # VARIANT COMMAND
   bench --results benchmark/published/results/explore --variant "$1" --command "$2" \
     --start-seed 101 --num-seeds 3 --env-ids "${tasks[@]}"
 }
-script="python ppo_continuous_action.py" change="python benchmark/published/studies/change.py"
+old="--ent-coef 0 --no-anneal-ent-coef" # the winner was not yet the default
+script="python ppo_continuous_action.py $old" change="python benchmark/published/studies/change.py"
 
-if [[ ${STEP:-1} == 3 ]]; then
-  for seed in 201 206; do # five seeds of all tasks first
-    bench --variant entropy-falls --start-seed $seed --command "$script --ent-coef 0.01 --anneal-ent-coef" \
-      --env-ids {HalfCheetah,Hopper,Walker2d,Ant,Humanoid,Swimmer,InvertedDoublePendulum,Reacher,InvertedPendulum}-v4
-  done
-  exit
-fi
 for name in ${CANDIDATES:-$all}; do
   case $name in
     explore-defaults) explore $name "$script" ;;
     explore-log-std-0) explore $name "$script --log-std-init 0" ;;
     explore-log-std-0.35) explore $name "$script --log-std-init -0.35" ;;
     explore-8-envs) explore $name "$script --num-envs 8 --num-steps 256" ;;
-    *) explore "explore-${name#explore-}" "$change $name" ;;
+    *) explore "explore-${name#explore-}" "$change $name $old" ;;
   esac
 done

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every published number of ppo.py and ppo_continuous_action.py: runs (given again, it goes on), their
-# tables, speed. RUNS=folder and WORKERS=processes may be set; on two cores it takes about sixteen hours.
+# tables, speed. RUNS=folder and WORKERS=processes may be set; on two cores it takes about twenty hours.
 . "$(dirname "$0")/bench.sh"
 clipped="python ppo_continuous_action.py" mujoco=(HalfCheetah-v4 Walker2d-v4 Hopper-v4 InvertedPendulum-v4)
 control=(dm_control/{cartpole,pendulum,acrobot}-swingup-v0 dm_control/{cheetah,walker}-run-v0
@@ -17,12 +17,16 @@ rest=(acrobot-swingup_sparse ball_in_cup-catch cartpole-{balance,balance_sparse,
 export MUJOCO_GL=egl # quadruped-escape makes its ground with OpenGL
 tasks=("${rest[@]/#/dm_control/}")
 new --num-seeds 3 --command "$clipped" --env-ids "${tasks[@]/%/-v0}"
-new --variant 3M --env-ids {HalfCheetah,Walker2d,Ant,Humanoid}-v4 --command "$clipped --total-timesteps 3000000"
-new --num-seeds 10 --variant gamma-0.9999-lambda-0.99 --env-ids Swimmer-v4 --command "$clipped --gamma 0.9999 --gae-lambda 0.99"
+zero() { new --variant "ent-coef-0$1" "${@:3}" --command "$clipped --ent-coef 0 $2"; } # before there was an entropy bonus by default
+zero "" "" --num-seeds 10 --env-ids "${mujoco[@]}" {Ant,Swimmer,InvertedDoublePendulum,Reacher,Humanoid}-v4
+zero "" "--total-timesteps 200000" --env-ids Pendulum-v1
+zero "" "" --num-seeds 3 --env-ids "${control[@]}" $pusher
+zero -3M "--total-timesteps 3000000" --env-ids {HalfCheetah,Walker2d,Ant,Humanoid}-v4
+zero -gamma-0.9999-lambda-0.99 "--gamma 0.9999 --gae-lambda 0.99" --num-seeds 10 --env-ids Swimmer-v4
 # CleanRL's issue 215 advises 64 environments and ten times the rate for Humanoid; the rest is ours, not tuned
 large="--num-envs 64 --num-steps 64 --num-minibatches 4 --update-epochs 2 --learning-rate 2.95e-3"
-new --variant 1M-64envs --num-seeds 3 --env-ids {HalfCheetah,Walker2d,Ant,Hopper,Humanoid}-v4 --command "$clipped $large"
-old() { bench --variant "$1" "${@:3}" --command "$clipped --target-kl None $2"; } # before there was a KL stop by default
+zero -1M-64envs "$large" --num-seeds 3 --env-ids {HalfCheetah,Walker2d,Ant,Hopper,Humanoid}-v4
+old() { bench --variant "$1" "${@:3}" --command "$clipped --ent-coef 0 --target-kl None $2"; } # before there was a KL stop by default
 old no-target-kl "" --num-seeds 10 --env-ids "${mujoco[@]:0:3}" Ant-v4 Swimmer-v4 InvertedDoublePendulum-v4
 old no-target-kl "" --env-ids "${mujoco[@]:3}" Humanoid-v4 Reacher-v4
 old no-target-kl "" --num-seeds 3 --env-ids "${control[@]}"
