@@ -1094,7 +1094,8 @@ def save(run: Run, agent: Agent, envs):
     """Save all that is needed to continue. The file is renamed when whole: it is never half."""
     run.writer.flush()
     state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
-    state |= {"adam": agent.adam.state_dict(), "rng": agent.rng.bit_generator.state}
+    adam = {"state": agent.adam.state_dict()["state"]}  # its settings are the code's
+    state |= {"adam": adam, "rng": agent.rng.bit_generator.state}
     state["played"] = [(episode, torch.tensor(x)) for episode, x in envs.played()]
     state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.rows
     state |= {"returns": list(run.returns), "wandb": run.wandb and run.wandb.id}
@@ -1240,7 +1241,8 @@ def stop_signals():
 def restore(agent: Agent, checkpoint: dict, folder: Path):
     """Set the optimizer and the random numbers to what the checkpoint has."""
     try:
-        agent.adam.load_state_dict(checkpoint["adam"])
+        saved = {"state": checkpoint["adam"]["state"]}  # its settings are the code's
+        agent.adam.load_state_dict(agent.adam.state_dict() | saved)
         for parameter, state in agent.adam.state.items():
             for name in ("exp_avg", "exp_avg_sq"):
                 if state[name].shape != parameter.shape:

@@ -759,9 +759,8 @@ def restore(agent: Agent, past: Agent, envs: Envs, checkpoint: dict, folder: Pat
     try:
         agent.load_state_dict(checkpoint["agent"])
         past.load_state_dict(checkpoint["past"])
-        groups = agent.adam.state_dict()["param_groups"]
-        saved = checkpoint["optimizer"]["state"]
-        agent.adam.load_state_dict({"state": saved, "param_groups": groups})
+        saved = {"state": checkpoint["optimizer"]["state"]}  # its settings are the code's
+        agent.adam.load_state_dict(agent.adam.state_dict() | saved)
         for parameter, state in agent.adam.state.items():
             for name in ("exp_avg", "exp_avg_sq"):
                 if state[name].shape != parameter.shape:

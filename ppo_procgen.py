@@ -714,9 +714,8 @@ def restore(agent: Agent, checkpoint: dict, folder: Path):
     """Set the agent and its optimizer to what the checkpoint has."""
     try:
         agent.load_state_dict(checkpoint["agent"])
-        groups = agent.adam.state_dict()["param_groups"]
-        saved = checkpoint["optimizer"]["state"]
-        agent.adam.load_state_dict({"state": saved, "param_groups": groups})
+        saved = {"state": checkpoint["optimizer"]["state"]}  # its settings are the code's
+        agent.adam.load_state_dict(agent.adam.state_dict() | saved)
         for parameter, state in agent.adam.state.items():
             for name in ("exp_avg", "exp_avg_sq"):
                 if state[name].shape != parameter.shape:

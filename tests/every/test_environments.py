@@ -418,7 +418,8 @@ def test_a_resumed_run_has_the_environments_it_began_with(script, tmp_path, monk
     """Also what their constructors drew, and the task of an episode that was cut in two; in
     workers, too."""
     quick_workers(monkeypatch)
-    anneal = "--no-anneal-lr" if script != "ppo_kl_adaptive" else ""
+    fields = vars(importlib.import_module(script).Args())
+    anneal = " ".join(f"--no-{x}".replace("_", "-") for x in fields if x.startswith("anneal"))
     train(script, tmp_path / "whole", f"{careless(script)} {anneal}", 4)
     train(script, tmp_path / "cut", f"{careless(script)} {anneal} --env-workers 2", 2)
     np.random.seed(5)

@@ -487,6 +487,18 @@ def test_moments_are_taken_in_whatever_their_layout(script, kept):
     assert_same(*last)
 
 
+@pytest.mark.parametrize("script", [script for script in TORCH_S_ADAM if "kl" not in script])
+def test_an_optimizers_settings_are_those_of_the_code(script, kept):
+    """So a resumed run follows an edit of Adam's eps, even if an older checkpoint has one."""
+    good = torch.load(kept / "checkpoint.pt", weights_only=True)
+    (name,) = good.keys() & {"adam", "optimizer"}
+    assert good[name].keys() == {"state"}
+    older = kept.parent / "older"
+    shutil.copytree(kept, older)
+    torch.save(good | {name: good[name] | {"param_groups": []}}, older / "checkpoint.pt")
+    assert_same(go_on(script, older)["agent"], go_on(script, kept)["agent"])
+
+
 def test_emulators_are_not_in_a_checkpoint(runs):
     """States would go to native code, which altered ones abort: games are played again."""
     checkpoint = importlib.import_module(PLAYERS).load_checkpoint(runs(PLAYERS))

@@ -21,6 +21,7 @@ SIZES = "--num-envs 2 --num-steps 64 --num-minibatches 2 --update-epochs 2 --che
 ENV_ID = {ppo: "CartPole-v1", ppo_continuous_action: "InvertedPendulum-v4"}  # both pay 1 a step
 SMALL = {script: f"--env-id {env_id} {SIZES} --no-cuda" for script, env_id in ENV_ID.items()}
 LARGER = {ppo: "Acrobot-v1", ppo_continuous_action: "Hopper-v4"}
+CONSTANT = "--no-anneal-lr --no-anneal-ent-coef"  # longer runs begin as shorter ones
 SPACES = {"ppo": gym.spaces.Discrete(2), "ppo_continuous_action": gym.spaces.Box(-1, 1, (1,))}
 
 
@@ -78,13 +79,13 @@ def test_the_entropy_bonus_falls_to_nothing(script, tmp_path, monkeypatch):
 def test_a_renamed_copy_resumes_a_run(script, tmp_path):
     """To the bits of one that was never interrupted."""
     copied, whole = tmp_path / "copied", tmp_path / "whole"
-    begun = train(script, copied, "--no-anneal-lr --total-timesteps 384")
+    begun = train(script, copied, f"{CONSTANT} --total-timesteps 384")
     assert any(len(actions) for _, actions in begun["played"])  # episodes are running
     shutil.copy(script.__file__, tmp_path / "mine.py")
     spec = importlib.util.spec_from_file_location("mine", tmp_path / "mine.py")
     mine = sys.modules["mine"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mine)
-    expected = train(script, whole, "--no-anneal-lr --total-timesteps 768")
+    expected = train(script, whole, f"{CONSTANT} --total-timesteps 768")
     resumed = resume(mine, copied, "--total-timesteps 768")
     args = {name: asdict(run["args"]) for name, run in (("mine", resumed), ("whole", expected))}
     assert args["mine"] == args["whole"]
@@ -97,7 +98,7 @@ def test_a_renamed_copy_resumes_a_run(script, tmp_path):
 
 def test_resumed_where_an_episode_had_just_ended(script, tmp_path):
     folder, whole = tmp_path / "run", tmp_path / "whole"
-    flags = f"--env-id Clockwork_{script.__name__}-v0 --num-steps 10 --no-anneal-lr"
+    flags = f"--env-id Clockwork_{script.__name__}-v0 --num-steps 10 {CONSTANT}"
     begun = train(script, folder, f"{flags} --total-timesteps 20")
     assert [len(actions) for _, actions in begun["played"]] == [10, 10]  # whole episodes
     expected = train(script, whole, f"{flags} --total-timesteps 80")
