@@ -210,6 +210,8 @@ def fail(message: str):
     if RANK > 0:
         time.sleep(60)  # rank 0 prints it, too, and torchrun then ends all processes
     print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
+    if dist.is_initialized():  # gloo's threads may abort at exit (pytorch pull request 179291)
+        dist.destroy_process_group()
     raise SystemExit(2)
 
 

@@ -4,8 +4,8 @@
     python benchmark/peers.py bare ppo.py --env-id CartPole-v1 --total-timesteps 100000
 
 `sb3` trains Stable-Baselines3's PPO with the script's hyper-parameters: the script's own parser
-reads the flags. If the script's hyper-parameters are not those of clipped PPO, SB3 gets CleanRL's
-settings for continuous actions. With --env-workers each of SB3's environments has its own process.
+reads the flags. An entropy bonus that falls stays constant there. If the script's hyper-parameters
+are not those of clipped PPO, SB3 gets CleanRL's settings for continuous actions. With --env-workers each of SB3's environments has its own process.
 `bare` steps the script's environments with random actions and does nothing else. Both leave a
 run.json with the number of environment steps. A script takes part if it has `parse_args` and
 `make_env`.

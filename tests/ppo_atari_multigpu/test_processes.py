@@ -22,7 +22,9 @@ pytestmark = pytest.mark.slow
 
 # A worker that plays Toys, and in a step of its choice does something else
 WORKER = """
-import os, runpy, signal, sys, time
+import atexit, os, runpy, signal, sys, time
+from torch import distributed
+atexit.register(lambda: distributed.is_initialized() and print("the process group is open"))
 sys.path[:0] = {paths!r}
 import envpool
 from program import Toy
@@ -123,6 +125,7 @@ def test_wrong_arguments_are_said_once(flags, tmp_path):
     assert returncode != 0
     assert log.count("exitcode  : 2") in (1, 2), log  # torchrun may end the other itself
     assert log.count(WRONG[flags]) == 1, log
+    assert "the process group is open" not in log
     assert "Traceback" not in log.partition("torch/distributed/elastic")[0]
     assert not (tmp_path / "run").exists()
 
