@@ -1109,9 +1109,11 @@ def compile_step(agent: Agent, args: Args):
 
 def following(step, args: Args):
     """Make a compiled step follow schedules. A number of Args that has changed since the start is
-    passed as a tensor, as the learning rate is: then the step is compiled again only once."""
+    passed as a tensor, as the learning rate is: then the step is compiled again only once. Numbers
+    that fall by a flag are tensors from the start: then it is compiled only once at all."""
     first = dict(vars(args))
-    last = first
+    falling = {name for name in first if first.get(f"anneal_{name}")}
+    last = {}
     given = args  # made again when a number changes, not in each step
 
     def follow(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
@@ -1120,7 +1122,8 @@ def following(step, args: Args):
             last = dict(vars(args))
             given = copy.copy(args)
             for name, value in last.items():
-                if isinstance(first.get(name), float) and value != first[name]:
+                changed = name in falling or value != first.get(name)
+                if changed and isinstance(first.get(name), float):
                     setattr(given, name, torch.tensor(float(value), device=learning_rate.device))
         return step(agent, adam, batch, rows, learning_rate, given)
 
