@@ -5,7 +5,8 @@
 
 `sb3` trains Stable-Baselines3's PPO with the script's hyper-parameters: the script's own parser
 reads the flags. An entropy bonus that falls stays constant there. If the script's hyper-parameters
-are not those of clipped PPO, SB3 gets CleanRL's settings for continuous actions. With --env-workers each of SB3's environments has its own process.
+are not those of clipped PPO, SB3 gets CleanRL's settings for continuous actions. With --env-workers
+each of SB3's environments has its own process.
 `bare` steps the script's environments with random actions and does nothing else. Both leave a
 run.json with the number of environment steps. A script takes part if it has `parse_args` and
 `make_env`.

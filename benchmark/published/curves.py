@@ -216,6 +216,13 @@ def learning(algorithms: Sequence[str], env_ids: Sequence[str], more: int = 0) -
     return figure, axes[len(env_ids) :], groups, looks
 
 
+def without_length(looks: dict) -> dict:
+    """Looks by names for a legend of runs of 1M steps each."""
+    return {
+        name.replace(" 1M-ppo", ", mode ppo").removesuffix(" 1M"): looks[name] for name in looks
+    }
+
+
 def clipped():
     """The clipped scripts, at their defaults and at CleanRL's settings."""
     names = [f"{script}{more}" for script in CLIPPED.values() for more in ("", " cleanrl")]
@@ -244,7 +251,7 @@ def head_to_head():
     (algorithms, _), *_ = report.compared(groups, "evaluation")
     report.plot_profile(axis, algorithms, "evaluation", data.read_scales(data.SCALES), looks)
     axis.set(title="final policies", ylabel="fraction of runs above τ")
-    report.save(figure, looks, RESULTS / "head-to-head", "curves", svg=False)
+    report.save(figure, without_length(looks), RESULTS / "head-to-head", "curves", svg=False)
 
 
 def modes():
@@ -260,7 +267,7 @@ def modes():
             lines.append([(x / 1e6, (y - low) / (high - low)) for x, y in finished])
         report.plot_band(axis, look, *lines)
     axis.set(title="all eight, normalised", xlabel="million environment steps")
-    report.save(figure, looks, RESULTS, "ppo_cma_modes", svg=False)
+    report.save(figure, without_length(looks), RESULTS, "ppo_cma_modes", svg=False)
 
 
 def humanoid():
@@ -325,8 +332,10 @@ for name, lines in sorted(PATCHES.items()):
 STUDIED = ("HalfCheetah-v4", "Walker2d-v4", "Ant-v4", "InvertedDoublePendulum-v4")
 SEEDS = range(101, 104)
 SCREENED = "ppo_continuous_action study", STUDY, STUDIED, "evaluation", SEEDS
-HARD = ("finger-spin", "pendulum-swingup", "walker-run", "hopper-hop", "acrobot-swingup")
-LED = ("cartpole-swingup", "cheetah-run", "walker-walk", "reacher-easy", "quadruped-walk")
+HARD = [f"dm_control/{x}-v0" for x in ("finger-spin", "pendulum-swingup", "walker-run")]
+HARD += [f"dm_control/{x}-v0" for x in ("hopper-hop", "acrobot-swingup")]
+LED = [f"dm_control/{x}-v0" for x in ("cartpole-swingup", "cheetah-run", "walker-walk")]
+LED += [f"dm_control/{x}-v0" for x in ("reacher-easy", "quadruped-walk")]
 FOUND = {x: STUDY[x] for x in STUDY if re.search("fresh|least|study-8|-clip|target", x)}
 FOUND["change least-std+fresh-advantages"] = "both: advantages again, least deviation"
 FOUND["ppo_continuous_action study-std-0.1"] = "the deviation is set back to a twentieth"
@@ -337,9 +346,9 @@ FINALISTS = "ppo_continuous_action no-target-kl", FOUND, EIGHT, "evaluation"
 BEFORE = "ppo_continuous_action ent-coef-0"  # the defaults that the study began with
 WINNER = {"ppo_continuous_action": "`--ent-coef 0.01 --anneal-ent-coef`, now the default"}
 EXPLORING = {
-    "explore": ("ppo_continuous_action explore-defaults", EXPLORED, [f"dm_control/{x}-v0" for x in HARD]),
+    "explore": ("ppo_continuous_action explore-defaults", EXPLORED, HARD),
     "explore-eight": (BEFORE, EXPLORED, EIGHT),
-    "explore-led": (BEFORE, EXPLORED, [f"dm_control/{x}-v0" for x in LED]),
+    "explore-led": (BEFORE, EXPLORED, LED),
     "explore-winner": (BEFORE, WINNER, (*EIGHT, "InvertedPendulum-v4")),
 }
 
