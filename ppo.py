@@ -19,35 +19,32 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
 Expect 470 over the last 100 episodes of training on CartPole-v1 (100,000 steps, 15 seconds on one
 CPU core), and 500 of the final policy. Flags and tags are CleanRL's. Its defaults are
 `--learning-rate 2.5e-4 --update-epochs 4`.
+
+In order: Args, the Agent, the algorithm (gae, ppo_loss, minibatch_step, update), rollout, train.
+After train nothing is PPO: speed, environments, run folder, evaluation, command line.
 """
 
 import atexit
 import contextlib
 import copy
-import difflib
 import fcntl
+import functools
 import importlib.util
-import io
-import itertools
 import json
 import math
 import multiprocessing
 import os
 import random
-import re
 import shlex
-import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-import zipfile
 from collections import deque
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple, get_args, get_type_hints
+from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -72,7 +69,6 @@ class Args:
     track: bool = False  # also log to Weights and Biases
     wandb_project_name: str = "ppo"  # project in Weights and Biases
     wandb_entity: str | None = None  # team (entity) in Weights and Biases
-    quiet: bool = False  # print no line per episode
     capture_video: bool = False  # record the evaluation, after training or with --evaluate
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
     run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
@@ -114,436 +110,14 @@ class Args:
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
-        low = {"seed": 0, "compile_from": 0, "env_workers": 0}
-        low |= {"minibatch_size": 2, "total_timesteps": self.batch_size}
-        check(self, low, {"gamma": 1, "gae_lambda": 1, "env_workers": self.num_envs})
-
-
-def check(args, low: dict, high: dict):
-    """Raise ValueError for a value of a wrong type, for a number out of its bounds (by default 1
-    to 1e18, for fractions 0 to 1e18) and for flags that exclude each other."""
-    for name, hint in get_type_hints(type(args)).items():
-        flag = f"--{name.replace('_', '-')}"
-        value = getattr(args, name)
-        kinds = get_args(hint) or (hint,)  # types, or the values of a Literal
-        types = tuple(kind for kind in kinds if isinstance(kind, type))
-        whole = float in kinds and isinstance(value, int)
-        truth = isinstance(value, bool) and bool not in kinds  # an int, to Python
-        if truth or not (isinstance(value, types) or value in kinds or whole):
-            raise ValueError(f"{flag} {value!r}: not of type {hint}")
-        if type(value) in (int, float):
-            least = low.get(name, 0 if float in kinds else 1)
-            most = high.get(name, 1e18)
-            if not least <= value <= most:
-                raise ValueError(f"{flag} {value}: not in {least} ... {most}")
-    if not args.exp_name:
-        raise ValueError("--exp-name '': a name is needed")
-    try:
-        dict(**json.loads(args.env_kwargs))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"--env-kwargs {args.env_kwargs}: no JSON object: {error}") from None
-    if args.resume and (args.run_dir or args.evaluate):
-        raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
-
-
-KEPT = ("seed", "num_envs", "num_steps")  # by a resumed run
-
-
-def parse_args(argv: list[str] | None = None) -> Args:
-    """The command line as Args. With --resume or --evaluate the defaults are that run's."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
-
-    def given(resume: Path | None = None, evaluate: Path | None = None):
-        return resume or evaluate
-
-    folder, _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
-    checkpoint = load_checkpoint(folder) if folder else {}
-    saved = checkpoint.get("args", Args())
-    steps, *_ = checkpoint.get("counters", (0,))
-    args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
-    for name in KEPT:
-        if args.resume and getattr(args, name) != getattr(saved, name):
-            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            fail(f"{flag}: {args.resume} keeps its {getattr(saved, name)}: leave the flag out")
-    if args.resume and args.total_timesteps < min(steps, saved.total_timesteps):
-        fail(f"--total-timesteps {args.total_timesteps}: {args.resume} has trained {steps}")
-    if args.track and importlib.util.find_spec("wandb") is None:
-        fail("--track: wandb is not installed: pip install wandb")
-    if args.capture_video:  # find out before training what is missing
-        if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
-            fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
-        drawn_env(args).close()
-    return args
-
-
-def fail(message: str):
-    """Print one line to standard error and exit with code 2."""
-    print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-# --- environments ---------------------------------------------------------------------------------
-def make_env(env_id: str, /, **options) -> gym.Env:
-    """A gymnasium environment with flat observations; exits with one line if it can't be made."""
-    gym.logger.min_level = gym.logger.ERROR  # no warning that v4 ids are old
-    try:
-        env = gym.make(env_id, **{"disable_env_checker": True} | options)
-        with contextlib.ExitStack() as refused:
-            refused.callback(env.close)
-            check_spaces(env_id, env.observation_space, env.action_space)
-            refused.pop_all()
-    except Exception as error:  # whatever gymnasium or the environment's own code raises
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"raised in {place.filename}, line {place.lineno}"
-        fail(f"--env-id {env_id}: {error!r}, {where}; your own: module:Id; arguments: --env-kwargs")
-    space = env.observation_space
-    return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
-
-
-# Spaces that flatten to a fixed number of numbers
-VECTORS = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
-
-
-def leaves(space: gym.Space) -> list[gym.Space]:
-    """The spaces inside a Dict or Tuple, nested ones too. Any other space is its own one leaf."""
-    if not isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
-        return [space]
-    parts = space.values() if isinstance(space, gym.spaces.Dict) else space
-    return [leaf for part in parts for leaf in leaves(part)]
-
-
-def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
-    """Exit with one line if this script can't learn with these spaces."""
-    pixels = any(leaf.dtype == np.uint8 and len(leaf.shape) > 1 for leaf in leaves(space))
-    vector = all(isinstance(leaf, VECTORS) for leaf in leaves(space)) and not pixels
-    if not vector or not 1 <= gym.spaces.flatdim(space) <= 20_000:
-        hint = "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py"
-        fail(f"--env-id {env_id}: {space}: {hint}")
-    if not isinstance(actions, Discrete | MultiDiscrete | MultiBinary):
-        hint = "discrete actions are needed; for a Box use ppo_continuous_action.py"
-        fail(f"--env-id {env_id}: {actions}: {hint}")
-
-
-def episode_seed(*key: int) -> int:
-    """The reset seed of an episode from (seed, environment, episode): no two runs share one."""
-    return int(np.random.SeedSequence(key).generate_state(1)[0])
-
-
-def seed_others(seed: int):
-    """Seed the global generators. Most environments have their own, `np_random`, a few do not."""
-    random.seed(seed)
-    np.random.seed(seed)
-
-
-def to_env(space: gym.Space, choices: np.ndarray) -> np.ndarray:
-    """Choices [N, branches], counted from 0, as the space has them: shape, type, first number."""
-    return (choices.reshape(-1, *space.shape) + getattr(space, "start", 0)).astype(space.dtype)
-
-
-def branches(space: gym.Space) -> list[int]:
-    """How many choices each branch has: a Discrete space is one, a MultiBinary one n of two."""
-    if isinstance(space, Discrete):
-        return [int(space.n)]
-    if isinstance(space, MultiBinary):
-        return [2] * math.prod(space.shape)
-    return space.nvec.ravel().tolist()
-
-
-def masked_space(env: gym.Env) -> gym.spaces.Dict | None:
-    """The Dict with an action_mask, if there is one, whose numbers the observation [D] is."""
-    seen = env.observation_space
-    while isinstance(env, gym.Wrapper):
-        env = env.env
-        space = env.observation_space
-        if (
-            "action_mask" in getattr(space, "spaces", ())
-            and gym.spaces.flatten_space(space) == seen
-        ):
-            return space
-    return None
-
-
-class Envs:
-    """N environments in this process, stepped one after the other. Every episode has its own seed;
-    the actions of the running ones are kept, to play them again on resuming.
-
-    Autoreset is "next step": the step that ends an episode returns its true last observation; the
-    next one ignores its action and returns a new episode's first observation with reward 0.
-    """
-
-    def __init__(self, envs: list[gym.Env], args: Args, numbers=(0,), played=None):
-        self.envs = envs
-        self.args = args
-        self.numbers = list(numbers)
-        self.observation_space = envs[0].observation_space
-        self.action_space = envs[0].action_space
-        self.episodes = [-1] * len(envs)  # the number of each environment's running episode
-        self.actions = [[] for _ in envs]  # of the running episodes
-        self.rewards = [[] for _ in envs]
-        self.over = np.zeros(len(envs), bool)  # [N], the last step ended an episode
-        self.masked = masked_space(envs[0])
-        choices = branches(self.action_space)
-        self.num_choices = sum(choices)
-        self.starts = np.cumsum([0, *choices[:-1]])
-        self.ended = []  # (environment, return, length) of each episode that the last step ended
-        for i, (episode, _) in enumerate(played or ()):
-            self.episodes[i] = episode - 1
-        self.obs = np.stack([self.reset(i) for i in range(len(envs))])  # [N, D]
-        for i, (_, actions) in enumerate(played or ()):
-            for action in actions:
-                if action not in self.action_space:
-                    fail(f"{args.resume}: {action}, played before, is not in {self.action_space}")
-                self.play(i, action)
-
-    def reset(self, i: int) -> np.ndarray:
-        """Begin the next episode of an environment; gives its first observation [D]."""
-        self.episodes[i] += 1
-        self.actions[i] = []
-        self.rewards[i] = []
-        self.over[i] = False
-        seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
-        seed_others(seed)
-        return self.with_mask(i, *self.envs[i].reset(seed=seed))
-
-    def with_mask(self, i: int, obs: np.ndarray, info: dict) -> np.ndarray:
-        """The observation [D] and, if there is one, its mask of valid choices [sum of branches]."""
-        mask = info.get("action_mask", info.get("legal_action_mask"))
-        if self.masked:
-            mask = gym.spaces.unflatten(self.masked, obs)["action_mask"]
-        # a longer one would pass as a mask
-        obs = np.asarray(obs).reshape(self.observation_space.shape)
-        if mask is None or not self.args.action_masks:
-            return obs.astype(np.float32)
-        mask = np.hstack(mask)
-        if mask.shape != (self.num_choices,):
-            raise ValueError(f"the action mask {mask} is not one of {self.num_choices} choices")
-        if not (self.over[i] or np.add.reduceat(mask > 0, self.starts, dtype=int).all()):
-            raise ValueError(f"the action mask {mask} leaves nothing to choose")
-        return np.concatenate((obs, mask), dtype=np.float32, casting="unsafe")
-
-    def show(self, i: int, row: np.ndarray):
-        """Make a row [D], perhaps with a mask behind, the observation of an environment."""
-        if row.shape != self.obs[i].shape:
-            raise ValueError("an action mask is needed in every observation, or in none")
-        self.obs[i] = row
-
-    def play(self, i: int, action: np.ndarray):
-        """One step of an environment with an action of its space: reward, terminated, truncated."""
-        obs, reward, terminated, truncated, info = self.envs[i].step(action.copy())
-        try:
-            number = float(np.asarray(reward).item())
-            self.over[i] = terminated or truncated
-        except (TypeError, ValueError):  # an array or None instead of one number
-            what = f"{self.args.env_id}: {reward=}, {terminated=}, {truncated=}"
-            hint = "one of each is needed (several rewards: a wrapper that weighs them)"
-            raise ValueError(f"{what}: {hint}") from None
-        self.show(i, self.with_mask(i, obs, info))
-        self.actions[i].append(action)
-        self.rewards[i].append(number)
-        return number, terminated, truncated
-
-    def step(self, actions: np.ndarray):
-        """Take actions [N, ...]: rewards, terminated, truncated [N]."""
-        rewards = np.zeros(len(actions))
-        terminated = np.zeros(len(actions), bool)
-        truncated = np.zeros(len(actions), bool)
-        self.ended = []
-        for i, action in enumerate(to_env(self.action_space, actions)):
-            if self.over[i]:
-                self.show(i, self.reset(i))
-                continue
-            rewards[i], terminated[i], truncated[i] = self.play(i, action)
-            if self.over[i]:
-                both = math.fsum(self.rewards[i]), len(self.rewards[i])
-                self.ended.append((self.numbers[i], *both))
-        return rewards, terminated, truncated
-
-    def shown(self) -> dict[str, np.ndarray]:
-        """What the rollout sees of the environments, [N, ...] each."""
-        return {"obs": self.obs, "over": self.over}
-
-    def played(self) -> list[tuple[int, np.ndarray]]:
-        """What replays the running episodes: their numbers and actions so far, [t, ...]."""
-        return [(n, np.array(x)) for n, x in zip(self.episodes, self.actions, strict=True)]
-
-    def close(self):
-        for env in self.envs:
-            try:
-                env.close()
-            except Exception as error:  # the others are closed all the same
-                print(f"closing {self.args.env_id}: {error!r}", file=sys.stderr)
-
-
-def work(pipe, args: Args, numbers: list[int], played: list | None):
-    """A worker process: it does what its pipe says with its environments, until the pipe ends."""
-    for number in SIGNALS:  # the main process decides when to stop
-        signal.signal(number, signal.SIG_IGN)
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):  # all would print the same warnings
-            envs = own_envs(args, numbers, played)
-        if 0 in numbers:
-            sys.stderr.write(said.getvalue())
-        with contextlib.closing(envs):
-            result = envs.observation_space, envs.action_space
-            while True:
-                pipe.send((envs.shown(), envs.ended, result))
-                method, *given = pipe.recv()
-                result = getattr(envs, method)(*given)
-    except BaseException as error:
-        told = isinstance(error, SystemExit) and said.getvalue()
-        with contextlib.suppress(OSError):  # the main process may be gone
-            pipe.send(SystemExit(told) if told else RuntimeError(traceback.format_exc()))
-
-
-class WorkerEnvs:
-    """Like Envs, with the environments in worker processes. The results are the same bits."""
-
-    def __init__(self, args: Args, played: list | None):
-        self.workers = []
-        atexit.register(self.close)  # or the interpreter would wait for the workers
-        context = multiprocessing.get_context("spawn")
-        for numbers in np.array_split(range(args.num_envs), args.env_workers):
-            ours, theirs = context.Pipe()
-            share = [played[i] for i in numbers] if played else None
-            process = context.Process(target=work, args=(theirs, args, numbers.tolist(), share))
-            process.start()
-            theirs.close()
-            self.workers.append((process, ours, slice(numbers[0], numbers[-1] + 1)))
-        self.observation_space, self.action_space = self.receive()[0]
-
-    def receive(self) -> list:
-        """What each worker answers. The observations of all become this object's."""
-        replies = []
-        for process, pipe, _ in self.workers:
-            try:
-                replies.append(pipe.recv())
-            except (EOFError, ConnectionResetError):
-                process.join(1)
-                why = f"a process of --env-workers was killed (exit code {process.exitcode})"
-                replies.append(RuntimeError(f"{why}: not enough memory?"))
-            if isinstance(replies[-1], SystemExit):  # the worker exited with a message
-                self.close()
-                sys.stderr.write(str(replies[-1]))
-                raise SystemExit(2)
-            if isinstance(replies[-1], Exception):
-                self.close()
-                raise replies[-1]
-        shown, ended, results = zip(*replies, strict=True)
-        for name in shown[0]:  # obs, over and so on, [N, ...] each
-            setattr(self, name, np.concatenate([part[name] for part in shown]))
-        self.ended = [*itertools.chain(*ended)]
-        return results
-
-    def call(self, method: str, *rows: np.ndarray) -> list:
-        """Call a method of `Envs` in each worker, with its share of the rows [N, ...]."""
-        for _, pipe, share in self.workers:
-            with contextlib.suppress(BrokenPipeError):  # `receive` says why
-                pipe.send((method, *[each[share] for each in rows]))
-        return self.receive()
-
-    def step(self, *rows: np.ndarray):
-        """`Envs.step`: rewards, terminated, truncated [N]."""
-        return [np.concatenate(parts) for parts in zip(*self.call("step", *rows), strict=True)]
-
-    def played(self) -> list[tuple[int, np.ndarray]]:
-        """`Envs.played` of all workers."""
-        return [*itertools.chain(*self.call("played"))]
-
-    def close(self):
-        for _, pipe, _ in self.workers:
-            pipe.close()
-        for process, _, _ in self.workers:
-            process.join(5)
-            process.kill()  # if an environment hangs
-        self.workers = []
-
-
-class PoolEnvs:
-    """EnvPool's environments, stepped by its own threads. Episodes can't be replayed: a run that
-    is resumed at iteration `start` begins new ones, with other seeds."""
-
-    def __init__(self, args: Args, num_envs: int, start: int):
-        seeds = [episode_seed(args.seed, i, start) % 2**31 for i in range(num_envs)]
-        threads = min(max(args.env_workers, 1), num_envs)
-        options = {"env_type": "gymnasium", "num_envs": num_envs, "num_threads": threads}
-        name = args.env_id.removeprefix("envpool:")
-        near = []
-        try:
-            import envpool
-
-            near = difflib.get_close_matches(name, envpool.list_all_envs())
-            self.vector = envpool.make(name, **options, seed=seeds, **json.loads(args.env_kwargs))
-        except Exception as error:  # not installed, or an unknown id or argument
-            hint = f"near ids: {near}; arguments: --env-kwargs; EnvPool itself: pip install envpool"
-            fail(f"--env-id {args.env_id}: {error!r}; {hint}")
-        self.space = self.vector.observation_space
-        self.action_space = self.vector.action_space
-        check_spaces(args.env_id, self.space, self.action_space)
-        self.observation_space = gym.spaces.flatten_space(self.space)
-        obs, _ = self.vector.reset()
-        self.obs = self.flat(self.space, obs)  # [N, D]
-        self.over = np.zeros(num_envs, bool)  # [N], the last step ended an episode
-        self.returns = np.zeros(num_envs)
-        self.lengths = np.zeros(num_envs, int)
-        self.ended = []  # (environment, return, length) of each episode that the last step ended
-
-    def step(self, actions: np.ndarray):
-        """Take actions [N, ...]: rewards, terminated, truncated [N]."""
-        going = ~self.over
-        shaped = to_env(self.action_space, actions)
-        obs, rewards, terminated, truncated, _ = self.vector.step(shaped)
-        self.obs = self.flat(self.space, obs)
-        self.over = terminated | truncated
-        rewards = rewards.astype(np.float64)
-        self.returns = self.returns * going + rewards
-        self.lengths = (self.lengths + 1) * going
-        episodes = zip(self.returns.tolist(), self.lengths.tolist(), strict=True)
-        self.ended = [(i, *both) for i, both in enumerate(episodes) if self.over[i]]
-        return rewards, terminated, truncated
-
-    def flat(self, space: gym.Space, obs) -> np.ndarray:
-        """Observations of a space, perhaps a nested one, as rows [N, D]."""
-        if isinstance(space, gym.spaces.Dict):
-            return np.concatenate([self.flat(space[name], obs[name]) for name in space], axis=1)
-        if not isinstance(space, gym.spaces.Box):  # discrete parts become one-hot
-            shaped = np.reshape(obs, (len(obs), *space.shape))
-            obs = np.stack([gym.spaces.flatten(space, row) for row in shaped])
-        return np.asarray(obs, np.float32).reshape(len(obs), -1)
-
-    def played(self) -> list:
-        return []
-
-    def close(self):
-        self.vector.close()
-
-
-def own_envs(args: Args, numbers, played: list | None) -> Envs:
-    options = json.loads(args.env_kwargs)
-    envs = []
-    with contextlib.ExitStack() as made:  # closed, if one can't be made or can't begin
-        for number in numbers:
-            seed_others(episode_seed(args.seed, number))
-            envs.append(make_env(args.env_id, **options))
-            made.callback(envs[-1].close)
-        begun = Envs(envs, args, numbers, played)
-        made.pop_all()
-    return begun
-
-
-def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
-    """Environments of the kind that the arguments name, as the checkpoint left them."""
-    checkpoint = checkpoint or {"played": [], "counters": (0, 0, 0.0, 0)}
-    if args.env_id.startswith("envpool:"):
-        _, iteration, *_ = checkpoint["counters"]
-        return PoolEnvs(args, num_envs, start=iteration)
-    played = checkpoint["played"]
-    if played and len(played) != num_envs:
-        fail(f"{args.resume}: its checkpoint has no running episodes of {num_envs} environments")
-    if args.env_workers and num_envs > 1:
-        return WorkerEnvs(args, played)
-    return own_envs(args, range(num_envs), played)
+        for name, value in vars(self).items():
+            least = 0 if name in ("seed", "compile_from", "env_workers") else 1
+            if type(value) is int and value < least:
+                raise ValueError(f"{name} is {value}: at least {least} is needed")
+        if not (0.0 <= self.gamma <= 1.0 and 0.0 <= self.gae_lambda <= 1.0):
+            raise ValueError("gamma and gae_lambda are between 0 and 1")
+        if type(json.loads(self.env_kwargs)) is not dict:
+            raise ValueError("env_kwargs is no JSON object")
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -555,30 +129,6 @@ def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
         nn.init.orthogonal_(layers[-2].weight, scale)
         nn.init.zeros_(layers[-2].bias)
     return nn.Sequential(*layers[:-1])
-
-
-@torch.no_grad()
-def as_numpy(network: nn.Module, scale=1.0, shift=0.0):
-    """scale * network(x) + shift, with the present weights, as a function of arrays x [N, D].
-    Linear layers and tanh run in numpy, which is faster for few rows; others run in torch."""
-    scale, shift = (torch.as_tensor(x).cpu() for x in (scale, shift))
-    if type(network) is nn.Sequential:
-        *hidden, last = network
-        steps = [np.tanh if type(layer) is nn.Tanh else as_numpy(layer) for layer in hidden]
-        steps.append(as_numpy(last, scale, shift))
-
-        def function(x: np.ndarray) -> np.ndarray:
-            for step in steps:
-                x = step(x)
-            return x
-
-        return function
-    if type(network) is nn.Linear and network.bias is not None:
-        weight = (network.weight.cpu() * scale[..., None]).numpy().T
-        bias = (network.bias.cpu() * scale + shift).numpy()
-        return lambda x: x @ weight + bias
-    module = copy.deepcopy(network).cpu().requires_grad_(False)
-    return lambda x: (module(torch.from_numpy(x)) * scale + shift).numpy()
 
 
 class Agent(nn.Module):
@@ -614,56 +164,13 @@ class Agent(nn.Module):
         entropy = sum(-(part.exp() * part).sum(dim=-1) for part in logprobs)
         return action, logprob, entropy, self.get_value(obs)
 
-    forward = get_action_and_value
-
-    def numpy_scores(self):
-        """Log-probabilities of all choices [N, sum of branches], not normalized, in numpy, with the
-        present weights. Once a rollout `check_actor` compares them with the others."""
-        score = as_numpy(self.actor)
-
-        def scores(obs: np.ndarray) -> np.ndarray:
-            x = score(obs[:, : self.dim])
-            if obs.shape[1] > self.dim:
-                x = np.where(obs[:, self.dim :] > 0, x, np.float32(-1e8))
-            return x
-
-        return scores
-
-    def numpy_actor(self):
-        """`act` with the present weights, for rows [N, D]: choices [N, branches] from 0 on."""
-        scores = self.numpy_scores()
-        starts = np.cumsum([0, *self.choices[:-1]])
-
-        def act(obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
-            x = scores(obs) if noise is None else scores(obs) + noise
-            parts = [x[:, i : i + n] for i, n in zip(starts, self.choices, strict=True)]
-            return np.array([part.argmax(axis=-1) for part in parts]).T
-
-        return act
-
     def act(self, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
         """The likeliest actions [N, ...] at observations [N, D] or, given `noise(N)`, samples."""
-        return to_env(self.space, self.numpy_actor()(np.asarray(obs, np.float32), noise))
+        return env_actions(self.space, numpy_actor(self)(np.asarray(obs, np.float32), noise))
 
     def noise(self, *shape: int) -> np.ndarray:
         """Gumbel noise for `shape` actions: the argmax of noise + log-probabilities is a sample."""
         return self.rng.gumbel(size=(*shape, sum(self.choices))).astype(np.float32)
-
-
-@torch.no_grad()
-def check_actor(agent: Agent, obs: np.ndarray, actions: np.ndarray):
-    """Raise RuntimeError if `act` and `get_action_and_value` differ in the log-probabilities
-    of actions [B, branches] at observations [B, D]."""
-    device = agent.adam["parameters"].device
-    obs, actions, scores = (
-        torch.as_tensor(x, device=device) for x in (obs, actions, agent.numpy_scores()(obs))
-    )
-    parts = scores.split(agent.choices, dim=-1)
-    choices = zip(parts, actions.split(1, dim=-1), strict=True)
-    logprob = sum(part.log_softmax(-1).gather(-1, choice).squeeze(-1) for part, choice in choices)
-    _, learned, *_ = agent(obs, actions)
-    if ((logprob - learned).abs() > 0.01 * (1.0 + logprob.abs())).any():
-        raise RuntimeError("numpy_scores acts by another policy than get_action_and_value learns")
 
 
 # --- algorithm ------------------------------------------------------------------------------------
@@ -684,7 +191,6 @@ class Rollout(NamedTuple):
     terminated: np.ndarray  # [T, N]
     truncated: np.ndarray  # [T, N]
     valid: np.ndarray  # [T, N], False in the row after an episode's end, whose action was ignored
-    # and whose reward is 0; its observation is the episode's true last one
 
 
 class Batch(NamedTuple):
@@ -696,10 +202,10 @@ class Batch(NamedTuple):
     values: torch.Tensor  # [B], before the update
 
 
-def ppo_loss(agent, args: Args, batch: Batch):
+def ppo_loss(agent: Agent, args: Args, batch: Batch):
     """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and its
     metrics."""
-    _, logprob, entropy, value = agent(batch.obs, batch.actions)
+    _, logprob, entropy, value = agent.get_action_and_value(batch.obs, batch.actions)
     logratio = logprob - batch.logprobs
     ratio = logratio.exp()
 
@@ -724,78 +230,47 @@ def ppo_loss(agent, args: Args, batch: Batch):
     return loss, metrics | {"clipfrac": ((ratio - 1.0).abs() > args.clip_coef).float().mean()}
 
 
-def trained(agent: Agent) -> dict[str, nn.Parameter]:
-    """The parameters that are trained: those with `requires_grad`."""
-    return {name: p for name, p in agent.named_parameters() if p.requires_grad}
+def adam_state(agent: Agent) -> dict[str, torch.Tensor]:
+    """Adam's steps and its two moments, each a vector [P] of all parameters in turn."""
+    vector = torch.zeros_like(nn.utils.parameters_to_vector(agent.parameters()).detach())
+    return {"steps": vector.new_zeros(()), "exp_avg": vector, "exp_avg_sq": vector.clone()}
 
 
-def flat_adam(agent: Agent) -> dict[str, torch.Tensor]:
-    """Adam's state. Parameters are one vector [P], of which the agent's own become views."""
-    vector = nn.utils.parameters_to_vector(trained(agent).values()).detach()
-    nn.utils.vector_to_parameters(vector, trained(agent).values())
-    state = {name: torch.zeros_like(vector) for name in ("exp_avg", "exp_avg_sq")}
-    return {"parameters": vector.requires_grad_(), "steps": vector.new_zeros(()), **state}
-
-
-def check_views(agent: Agent):
-    """Raise RuntimeError if a parameter was frozen, unfrozen or replaced after `flat_adam`: the
-    optimizer would not follow."""
-    place = 0
-    vector = agent.adam["parameters"]
-    for name, p in agent.named_parameters():
-        inside = p.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
-        if inside != p.requires_grad or (inside and p.storage_offset() != place):
-            raise RuntimeError(f"{name} was frozen, unfrozen or replaced after flat_adam")
-        if p._backward_hooks:
-            raise RuntimeError(f"{name} has a hook on its gradient, which flat_adam does not call")
-        place += p.numel() if inside else 0
-
-
-def named_views(agent: Agent, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The trained parameters as parts of the vector [P], by name. Modules may share a parameter,
-    and networks a module, which has one name here."""
-    learning = trained(agent).values()
-    parts = vector.split([p.numel() for p in learning])
-    views = {p: part.view(p.shape) for p, part in zip(learning, parts, strict=True)}
-    named = {}
-    for prefix, module in agent.named_modules():
-        for name, p in module.named_parameters(prefix, recurse=False):
-            if p in views:
-                named[name] = views[p]
-    return named
-
-
-def minibatch_step(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
+def minibatch_step(agent: Agent, adam: dict, args: Args, batch: Batch, rows: torch.Tensor):
     """One step of Adam (Kingma & Ba 2015, algorithm 1) on rows [M] of the batch; gives metrics."""
-    views = named_views(agent, adam["parameters"])
-
-    def policy(*given):
-        return torch.func.functional_call(agent, views, given, tie_weights=False)
-
-    loss, metrics = ppo_loss(policy, args, Batch(*[x[rows] for x in batch]))
-    (grad,) = torch.autograd.grad(loss, adam["parameters"])
+    loss, metrics = ppo_loss(agent, args, Batch(*[x[rows] for x in batch]))
+    parameters = list(agent.parameters())
+    trainable = [p for p in parameters if p.requires_grad]
+    grads = torch.autograd.grad(loss, trainable, materialize_grads=True)
+    grads = {p: grad.flatten() for p, grad in zip(trainable, grads, strict=True)}
     with torch.no_grad():
+        grad = torch.cat([grads[p] if p in grads else p.new_zeros(p.numel()) for p in parameters])
         norm = grad.norm()  # over all parameters (detail 11)
-        grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        grad *= (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         adam["steps"] += 1.0
         adam["exp_avg"].lerp_(grad, 0.1)  # betas 0.9 and 0.999, eps 1e-5 (detail 3)
         adam["exp_avg_sq"].mul_(0.999).addcmul_(grad, grad, value=0.001)
         mean = adam["exp_avg"] / (1.0 - 0.9 ** adam["steps"])
         square = adam["exp_avg_sq"] / (1.0 - 0.999 ** adam["steps"])
-        adam["parameters"] -= learning_rate * mean / (square.sqrt() + 1e-5)
+        change = args.learning_rate * mean / (square.sqrt() + 1e-5)
+        changes = change.split([p.numel() for p in parameters])
+        for p, change in zip(parameters, changes, strict=True):
+            if p.requires_grad:
+                p -= change.view_as(p)
         return [*metrics, "grad_norm"], torch.stack([*metrics.values(), norm])
 
 
-def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=minibatch_step):
+def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step) -> dict[str, float]:
     """One iteration of learning from a rollout; returns the metrics, averaged over minibatches."""
-    check_views(agent)
-    device = agent.adam["parameters"].device
+    device = agent.adam["steps"].device
     obs = torch.as_tensor(data.obs, device=device)
     actions = torch.as_tensor(data.actions, device=device)
     values = agent.get_value(obs).detach()  # [T + 1, N]
-    _, logprobs, *_ = agent(obs[:-1], actions)
-    numbers = data.rewards, values.cpu().double().numpy(), data.terminated, data.truncated
-    advantages = torch.tensor(gae(*numbers, args.gamma, args.gae_lambda)).to(values)  # detail 5
+    _, logprobs, *_ = agent.get_action_and_value(obs[:-1], actions)
+    numpy_values = values.cpu().double().numpy()
+    ends = data.terminated, data.truncated
+    advantages = gae(data.rewards, numpy_values, *ends, args.gamma, args.gae_lambda)  # detail 5
+    advantages = torch.tensor(advantages).to(values)
     returns = advantages + values[:-1]
     fields = obs[:-1], actions, logprobs.detach(), advantages, returns, values[:-1]
     batch = Batch(*[x.flatten(0, 1) for x in fields])  # [B, ...], B = T * N
@@ -804,18 +279,19 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
     num_minibatches = min(args.num_minibatches, len(rows) // 2)  # at least two rows in each
     if num_minibatches == 0:  # nothing to learn from
         return {}
-    steps = []  # metrics of each step
-    learning_rate = torch.tensor(learning_rate, device=device)
-    for _ in range(args.update_epochs):
+    results = []  # metrics of each step
+    coefficients = as_tensors(args, device)
+    for epoch in range(args.update_epochs):
         order = torch.as_tensor(agent.rng.permutation(rows), device=device)
-        # every sample once an epoch, in minibatches of nearly equal size (detail 6)
-        for minibatch in order.tensor_split(num_minibatches):
-            names, numbers = step(agent, agent.adam, batch, minibatch, learning_rate, args)
-            steps.append(numbers.clone())  # CUDA graphs reuse their output
-        approx_kl = torch.stack(steps[-num_minibatches:])[:, names.index("approx_kl")]
+        with unguarded(step, epoch):
+            # every sample once an epoch, in minibatches of nearly equal size (detail 6)
+            for minibatch in order.tensor_split(num_minibatches):
+                names, result = step(agent, agent.adam, coefficients, batch, minibatch)
+                results.append(result.clone())  # CUDA graphs reuse their output
+        approx_kl = torch.stack(results[-num_minibatches:])[:, names.index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
-    means = torch.stack(steps).mean(dim=0).tolist()
+    means = torch.stack(results).mean(dim=0).tolist()
     metrics = {f"losses/{name}": mean for name, mean in zip(names, means, strict=True)}
     error = batch.advantages[rows].var()  # variance of R - V
     scale = batch.returns[rows].var()  # variance of R
@@ -823,8 +299,8 @@ def update(agent: Agent, data: Rollout, learning_rate: float, args: Args, step=m
     return metrics
 
 
-# --- rollout --------------------------------------------------------------------------------------
-def rollout(agent: Agent, envs: Envs | WorkerEnvs | PoolEnvs, run: "Run", args: Args) -> Rollout:
+# --- rollout and training -------------------------------------------------------------------------
+def rollout(agent: Agent, envs: "Envs | WorkerEnvs | PoolEnvs", run: "Run", args: Args) -> Rollout:
     """Take `num_steps` steps in every environment, from where the last ones stopped (detail 1)."""
     T = args.num_steps
     N = args.num_envs
@@ -833,257 +309,154 @@ def rollout(agent: Agent, envs: Envs | WorkerEnvs | PoolEnvs, run: "Run", args: 
     rewards = np.zeros((T, N))
     terminated = np.zeros((T, N), bool)
     truncated = np.zeros((T, N), bool)
-    over = np.zeros((T, N), bool)  # rows after an episode's end
+    autoreset = np.zeros((T + 1, N), bool)  # rows after an episode's end
     noise = agent.noise(T, N)
-    act = agent.numpy_actor()
+    act = numpy_actor(agent)
     for t in range(T):
         obs[t] = envs.obs
-        over[t] = envs.over
+        autoreset[t] = envs.autoreset
         actions[t] = act(obs[t], noise[t])
         rewards[t], terminated[t], truncated[t] = envs.step(actions[t])
-        run.global_step += N - int(np.count_nonzero(over[t]))
-        if envs.ended:
-            run.log_episodes(envs.ended)
     obs[T] = envs.obs
+    autoreset[T] = envs.autoreset
+    run.log_rollout(actions, rewards, autoreset)  # rewards changed later are learned, not logged
     check_actor(agent, obs[:T][:8, 0], actions[:8, 0])
-    return Rollout(obs, actions, rewards, terminated, truncated, ~over)
+    return Rollout(obs, actions, rewards, terminated, truncated, ~autoreset[:T])
 
 
-# --- run folder, checkpoints, evaluation ----------------------------------------------------------
-class Run:
-    """A run's folder, logs and counters. While it is open, no other process can use the folder."""
-
-    def __init__(self, args: Args, checkpoint: dict):
-        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
-        self.global_step, self.iteration, seconds, rows = checkpoint.get("counters", (0, 0, 0.0, 0))
-        self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
-        self.start = time.monotonic() - seconds
-        self.status = "failed"  # until training has ended well
-        try:
-            self.folder = args.resume or args.run_dir or new_folder(args)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.new = not any(self.folder.iterdir())
-            refuse_links(self.folder)
-            path = self.folder / "episodes.csv"
-            self.csv = open(path, "a", buffering=1)  # noqa: SIM115
-        except OSError as error:
-            fail(f"no folder for the run: {error}")
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(self.csv)  # if the start fails, close it: the folder is free again
-            try:
-                fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                fail(f"{self.folder}: another process trains in this folder")
-            except OSError as error:  # a file system without locks
-                fail(f"{self.folder}: {error}")
-            if self.new:  # if the start fails, leave nothing
-                undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            if not args.resume and (self.folder / "checkpoint.pt").exists():
-                fail(f"a run is there: --resume {self.folder} goes on with it")
-            # drop the rows after the checkpoint: they will be logged again
-            known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
-            self.csv.truncate(len(b"".join(known)))
-            self.rows = max(len(known) - 1, 0)
-            if not known:
-                self.csv.write("global_step,seconds,return,length\n")
-            self.wandb = None
-            if args.track:
-                import wandb  # before SummaryWriter, which it patches
-
-                project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-                more = {"config": vars(self.args), "sync_tensorboard": True}
-                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # resumed: the same run
-                self.wandb = wandb.init(name=self.folder.name, **project, **more)
-            self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
-            table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
-            self.writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *table]))
-            self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
-            self.write_json("running")
-            undo.pop_all()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *_):
-        self.bar.close()
-        self.writer.close()
-        if self.wandb:
-            self.wandb.finish()
-        self.write_json(self.status)
-        if kind and self.new and self.global_step == 0:  # failed before a step: leave nothing
-            shutil.rmtree(self.folder, ignore_errors=True)
-        fcntl.flock(self.csv, fcntl.LOCK_UN)  # of a process that was forked meanwhile, too
-        self.csv.close()
-
-    def log_episodes(self, ended: list[tuple[int, float, int]]):
-        """Log the (environment, return, length) of the episodes that one step has ended: a row
-        each, and for TensorBoard, which has one value a step, their mean."""
-        for _, score, length in ended:
-            seconds = time.monotonic() - self.start
-            self.csv.write(f"{self.global_step},{seconds:.2f},{score},{length}\n")
-            if not self.args.quiet:
-                self.bar.write(f"global_step={self.global_step}, episodic_return={score:.4f}")
-            self.returns.append(score)
-        self.rows += len(ended)
-        _, returns, lengths = zip(*ended, strict=True)
-        self.writer.add_scalar("charts/episodic_return", np.mean(returns), self.global_step)
-        self.writer.add_scalar("charts/episodic_length", np.mean(lengths), self.global_step)
-
-    def log(self, metrics: dict[str, float]):
-        self.iteration += 1
-        self.bar.update(self.global_step - self.bar.n)
-        metrics["charts/SPS"] = int(self.global_step / (time.monotonic() - self.start))
-        for tag, value in metrics.items():
-            self.writer.add_scalar(tag, value, self.global_step)
-
-    def final_return(self) -> float | None:
-        """The mean return of the last 100 training episodes, if there is one."""
-        mean = float(np.mean(self.returns)) if self.returns else math.nan
-        return mean if math.isfinite(mean) else None
-
-    def write_json(self, status: str):
-        versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
-        content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
-        content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
-        content["wall_seconds"] = round(time.monotonic() - self.start, 2)
-        content["final_return"] = self.final_return()
-        (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
-
-
-def new_folder(args: Args) -> Path:
-    """Make a new folder below runs/. Two runs that start in one second get two folders."""
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    for k in itertools.count(1):
-        folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return folder
-
-
-def refuse_links(folder: Path):
-    """Exit with one line if a folder has links: through them a run would write elsewhere."""
-    for path in folder.rglob("*"):
-        if path.is_symlink() or (path.is_file() and path.stat().st_nlink > 1):  # hard ones, too
-            fail(f"{path} is a link: a run writes into its own folder alone")
-
-
-def save(run: Run, agent: Agent, envs):
-    """Save all that is needed to continue. The file is renamed when whole: it is never half."""
-    run.writer.flush()
-    state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
-    state |= {"adam": agent.adam, "rng": agent.rng.bit_generator.state}
-    state["played"] = [(episode, torch.tensor(x)) for episode, x in envs.played()]
-    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.rows
-    state |= {"returns": list(run.returns), "wandb": run.wandb and run.wandb.id}
-    torch.save(state, run.folder / "checkpoint.pt.tmp")
-    (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
-
-
-def load_checkpoint(folder: Path) -> dict:
-    """Read what `save` wrote. No code in the file is run."""
-    content = {}
-    path = Path(folder) / "checkpoint.pt"
-    try:
-        if not path.is_file():  # reading a pipe would block
-            raise FileNotFoundError("this is no folder of a run")
-        with zipfile.ZipFile(path) as file:
-            if file.testzip():
-                raise ValueError("it is damaged")
-        content |= torch.load(path, map_location="cpu", weights_only=True)
-        args = Args(**content["args"])
-        step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
-        content["counters"] = int(step), int(iteration), float(seconds), int(rows)
-        content["returns"] = [float(x) for x in content.get("returns", ())]
-        content["played"] = [(int(n), np.atleast_1d(x)) for n, x in content.get("played", ())]
-        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none begun
-        if not all(number >= 0 for number in numbers):
-            raise ValueError(f"its counters are {numbers}")
-    except Exception as error:  # damaged files raise errors of many kinds
-        maker = f", made by {content['script']}" if "script" in content else ""
-        fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
-    module, _, name = args.env_id.rpartition(":")
-    if module != "envpool":  # only the command line may name a module to import
-        args.env_id = name
-    return content | {"args": args}
-
-
-def load(folder: Path, env=None) -> tuple[Agent, Args]:
-    """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
-    checkpoint = load_checkpoint(folder)
-    args = checkpoint["args"]
-    envs = env or make_envs(args, 1)
-    agent = Agent(envs, args)
-    if env is None:
-        envs.close()
-    try:
+def train(args: Args) -> Path:
+    """Train, or go on training; returns the run's folder."""
+    torch.set_num_threads(args.num_threads)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    checkpoint = load_checkpoint(args.resume) if args.resume else {}
+    envs = make_envs(args, args.num_envs, checkpoint)
+    torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
+    agent = Agent(envs, args).to(device)
+    agent.adam = adam_state(agent)
+    if args.resume:
         agent.load_state_dict(checkpoint["agent"])
-    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        maker = checkpoint.get("script")
-        fail(f"{folder}: its agent, by {maker}, does not fit the environment: {error}")
-    return agent, args
-
-
-def drawn_env(args: Args) -> gym.Env:
-    """An environment that can draw its frames; exits with one line if they can't."""
-    if args.env_id.startswith("envpool:"):
-        fail("--capture-video: of gymnasium's environments alone, not EnvPool's")
-    env = make_env(args.env_id, **json.loads(args.env_kwargs) | {"render_mode": "rgb_array"})
-    try:
-        env.reset(seed=0)
-        env.render()
-    except Exception as error:  # no display, or a package for drawing is missing
-        env.close()
-        fail(f"--capture-video: {args.env_id} can't be drawn: {error!r}")
-    return env
-
-
-def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily, then with sampled actions; returns the
-    greedy returns. `capture_video` records the greedy episodes into its videos/."""
-    greedy = play(args, "eval")
-    sampled = play(replace(args, capture_video=False), "sampled")
-    for name, returns in (("greedy", greedy), ("sampled", sampled)):
-        print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
-    return greedy
-
-
-def play(args: Args, name: str) -> list[float]:
-    """Returns of `eval_episodes` episodes, printed under this name; "sampled" is not greedy."""
-    played = replace(args, seed=episode_seed(args.seed, 2**31))
+        agent.adam = {name: checkpoint["adam"][name].to(device) for name in agent.adam}
+        agent.rng.bit_generator.state = checkpoint["rng"]
+    step = compile_step(agent, args)
+    with contextlib.closing(envs), Run(args, checkpoint) as run, stop_signals() as signals:
+        save(run, agent)
+        while run.iteration < args.num_iterations and not signals:
+            remaining = 1.0 - run.iteration / args.num_iterations
+            scheduled = copy.copy(args)  # coefficients that fall are set here, and only here
+            if args.anneal_lr:
+                scheduled.learning_rate *= remaining  # (detail 4)
+            if args.anneal_ent_coef:
+                scheduled.ent_coef *= remaining
+            data = rollout(agent, envs, run, args)
+            metrics = update(agent, data, scheduled, step)
+            values = {"observations": data.obs, "rewards": data.rewards} | metrics
+            check_finite(run.iteration, values | agent.state_dict())
+            run.log(metrics | {"charts/learning_rate": scheduled.learning_rate})
+            if run.iteration % args.checkpoint_interval == 0:
+                save(run, agent)
+        save(run, agent)
+    # a line to paste: this interpreter, this file; a module must be named again
+    program = [min(x, os.path.relpath(x), key=len) for x in (sys.executable, __file__)]
+    module = ["--env-id", args.env_id] if ":" in args.env_id.removeprefix("envpool:") else []
+    if run.iteration < args.num_iterations:
+        print("go on with:", shlex.join([*program, "--resume", str(run.folder), *module]))
+        raise SystemExit(128 + signals[0])
+    print("play with:", shlex.join([*program, "--evaluate", str(run.folder), *module]))
+    if args.save_model:
+        torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
     if args.capture_video:
-        refuse_links(args.evaluate)
-        videos = str(args.evaluate / "videos")
-        env = gym.wrappers.RecordVideo(drawn_env(args), videos, lambda _: True, disable_logger=True)
-        envs = Envs([env], played)
-        print(f"videos: {videos}")
-    else:
-        envs = make_envs(played, 1)
-    returns = []
-    bar = tqdm(unit="step", leave=False, disable=None)  # drawing frames takes a while
-    with contextlib.closing(envs), bar:
-        agent, _ = load(args.evaluate, envs)
-        act = agent.numpy_actor()
-        for episode in range(args.eval_episodes):
-            for _ in range(100_000):
-                noise = agent.noise(1) if name == "sampled" else None
-                envs.step(act(envs.obs, noise))
-                bar.update()
-                if envs.ended:
-                    break
-            else:
-                fail("""100,000 steps, no end: try --env-kwargs '{"max_episode_steps": 1000}'""")
-            _, episodic_return, _ = envs.ended[0]
-            bar.write(f"{name}_episode={episode}, episodic_return={episodic_return:.2f}")
-            returns.append(episodic_return)
-    return returns
+        evaluate(replace(args, evaluate=run.folder))
+    return run.folder
 
 
-# --- training -------------------------------------------------------------------------------------
+# ==== below this line nothing is PPO ==============================================================
+# --- speed ----------------------------------------------------------------------------------------
+def numpy_scores(agent: Agent):
+    """Log-probabilities of all choices [N, sum of branches], not normalized, in numpy, with the
+    present weights. Once a rollout `check_actor` compares them with `get_action_and_value`."""
+    score = as_numpy(agent.actor)
+
+    def scores(obs: np.ndarray) -> np.ndarray:
+        x = score(obs[:, : agent.dim])
+        if obs.shape[1] > agent.dim:
+            x = np.where(obs[:, agent.dim :] > 0, x, np.float32(-1e8))
+        return x
+
+    return scores
+
+
+def numpy_actor(agent: Agent):
+    """`agent.act` with the present weights, for rows [N, D]: choices [N, branches] from 0 on."""
+    scores = numpy_scores(agent)
+    starts = np.cumsum([0, *agent.choices[:-1]])
+
+    def act(obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
+        x = scores(obs) if noise is None else scores(obs) + noise
+        parts = [x[:, i : i + n] for i, n in zip(starts, agent.choices, strict=True)]
+        return np.array([part.argmax(axis=-1) for part in parts]).T
+
+    return act
+
+
+@torch.no_grad()
+def as_numpy(network: nn.Module, scale=1.0, shift=0.0):
+    """scale * network(x) + shift, with the present weights, as a function of arrays x [N, D].
+    Linear layers and tanh run in numpy, which is faster for few rows; others run in torch."""
+    scale, shift = (torch.as_tensor(x).cpu() for x in (scale, shift))
+    if type(network) is nn.Sequential:
+        *hidden, last = network
+        steps = [np.tanh if type(layer) is nn.Tanh else as_numpy(layer) for layer in hidden]
+        steps.append(as_numpy(last, scale, shift))
+        return lambda x: functools.reduce(lambda y, step: step(y), steps, x)
+    if type(network) is nn.Linear and network.bias is not None:
+        weight = (network.weight.cpu() * scale[..., None]).numpy().T
+        bias = (network.bias.cpu() * scale + shift).numpy()
+        return lambda x: x @ weight + bias
+    module = copy.deepcopy(network).cpu().requires_grad_(False)
+    return lambda x: (module(torch.from_numpy(x)) * scale + shift).numpy()
+
+
+@torch.no_grad()
+def check_actor(agent: Agent, obs: np.ndarray, actions: np.ndarray):
+    """Raise RuntimeError if `act` and `get_action_and_value` differ in the log-probabilities
+    of actions [B, branches] at observations [B, D]."""
+    device = agent.adam["steps"].device
+    obs, actions, scores = (
+        torch.as_tensor(x, device=device) for x in (obs, actions, numpy_scores(agent)(obs))
+    )
+    parts = scores.split(agent.choices, dim=-1)
+    choices = zip(parts, actions.split(1, dim=-1), strict=True)
+    logprob = sum(part.log_softmax(-1).gather(-1, choice).squeeze(-1) for part, choice in choices)
+    _, learned, *_ = agent.get_action_and_value(obs, actions)
+    if ((logprob - learned).abs() > 0.01 * (1.0 + logprob.abs())).any():
+        raise RuntimeError("numpy_scores acts by another policy than get_action_and_value learns")
+
+
+def as_tensors(args: Args, device: torch.device) -> Args:
+    """Args of one update. Its fractions become tensors, whose changes a compiled step follows, but
+    there no `if` can ask for their values."""
+    args = copy.copy(args)
+    for name, value in vars(args).items():
+        if isinstance(value, float):
+            setattr(args, name, torch.tensor(value, device=device))
+    return args
+
+
+def unguarded(step, epoch: int):
+    """While this is open, after the first epoch, compiled code does not look if it still fits."""
+    if epoch == 0 or step is minibatch_step:  # set_stance would import the compiler for nothing
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
+
+
 def compile_step(agent: Agent, args: Args):
     """`minibatch_step`, compiled unless the run is short or no compiler works."""
     steps = args.num_iterations * args.update_epochs * args.num_minibatches
     if not args.compile or steps < args.compile_from:
         return minibatch_step
+    if any(p._backward_hooks for p in agent.parameters()):
+        raise RuntimeError("a compiled step calls no hooks on gradients: --no-compile")
     options = {"cpp_wrapper": agent.adam["steps"].is_cpu, "triton.cudagraphs": args.cudagraphs}
     options |= {"cpp.vec_isa_ok": True, "cpp.use_decompose_tanh": True}  # compiles and runs faster
     try:
@@ -1096,38 +469,384 @@ def compile_step(agent: Agent, args: Args):
     if args.cudagraphs:  # the graphs change these in place
         for tensor in agent.adam.values():
             torch._dynamo.mark_static_address(tensor, guard=False)
-    # An agent's shapes and types stay, except for the number of rows. So only the fields of Args
-    # and numbers elsewhere are guarded: the step is compiled again when one changes.
-    options["guard_filter_fn"] = lambda guards: [
-        re.match(r"(L\[')?args\b", guard.name) is not None
-        or guard.guard_type in ("CONSTANT_MATCH", "EQUALS_MATCH")
-        for guard in guards
-    ]
-    torch.compiler.config.dynamic_sources = "L['rows']"
-    return following(torch.compile(minibatch_step, fullgraph=True, options=options), args)
+    torch.compiler.config.dynamic_sources = "L['rows']"  # minibatches may differ by a row
+    return torch.compile(minibatch_step, fullgraph=True, options=options)
 
 
-def following(step, args: Args):
-    """Make a compiled step follow schedules. A number of Args that has changed since the start is
-    passed as a tensor, as the learning rate is: then the step is compiled again only once. Numbers
-    that fall by a flag are tensors from the start: then it is compiled only once at all."""
-    first = dict(vars(args))
-    falling = {name for name in first if first.get(f"anneal_{name}")}
-    last = {}
-    given = args  # made again when a number changes, not in each step
+# --- environments ---------------------------------------------------------------------------------
+def make_env(env_id: str, /, **options) -> gym.Env:
+    """A gymnasium environment with flat observations."""
+    gym.logger.min_level = gym.logger.ERROR  # no warning that v4 ids are old
+    env = gym.make(env_id, **{"disable_env_checker": True} | options)
+    check_spaces(env.observation_space, env.action_space)
+    space = env.observation_space
+    return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
 
-    def follow(agent: Agent, adam: dict, batch: Batch, rows, learning_rate, args: Args):
-        nonlocal last, given
-        if vars(args) != last:
-            last = dict(vars(args))
-            given = copy.copy(args)
-            for name, value in last.items():
-                changed = name in falling or value != first.get(name)
-                if changed and isinstance(first.get(name), float):
-                    setattr(given, name, torch.tensor(float(value), device=learning_rate.device))
-        return step(agent, adam, batch, rows, learning_rate, given)
 
-    return follow
+def check_spaces(space: gym.Space, actions: gym.Space):
+    """Raise gymnasium's Error for spaces that this script can't learn with."""
+    if space.dtype == np.uint8 and len(space.shape) > 1:
+        raise gym.error.Error("observations are images: use ppo_pixels.py")
+    if not isinstance(actions, Discrete | MultiDiscrete | MultiBinary):
+        raise gym.error.Error(f"{actions}: for a Box of actions use ppo_continuous_action.py")
+
+
+def episode_seed(*key: int) -> int:
+    """The seed of an episode from (seed, environment, episode): no two runs share one. The global
+    generators get it, too: most environments have their own, `np_random`, a few do not."""
+    seed = int(np.random.SeedSequence(key).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    return seed
+
+
+def env_actions(space: gym.Space, choices: np.ndarray) -> np.ndarray:
+    """Choices [N, branches], counted from 0, as the space has them: shape, type, first number."""
+    return (choices.reshape(-1, *space.shape) + getattr(space, "start", 0)).astype(space.dtype)
+
+
+def branches(space: gym.Space) -> list[int]:
+    """How many choices each branch has: a Discrete space is one, a MultiBinary one n of two."""
+    if isinstance(space, Discrete):
+        return [int(space.n)]
+    if isinstance(space, MultiBinary):
+        return [2] * math.prod(space.shape)
+    return space.nvec.ravel().tolist()
+
+
+def masked_space(env: gym.Env) -> gym.spaces.Dict | None:
+    """The Dict with an action_mask whose numbers the flat observation is, if there is one."""
+    space = env.env.observation_space if isinstance(env, gym.wrappers.FlattenObservation) else None
+    return space if "action_mask" in getattr(space, "spaces", ()) else None
+
+
+class Envs:
+    """Environments in this process, stepped one after the other; `indices` are theirs in the run.
+    Every episode has its own seed, so it can be played again on resuming.
+
+    Autoreset is "next step": the step that ends an episode returns its true last observation; the
+    next one ignores its action and returns a new episode's first observation with reward 0.
+    """
+
+    def __init__(self, args: Args, indices, episodes: list):
+        self.args = args
+        self.indices = indices
+        self.envs = []
+        for index in indices:
+            episode_seed(args.seed, index)  # for what a constructor draws
+            self.envs.append(make_env(args.env_id, **json.loads(args.env_kwargs)))
+        self.observation_space = self.envs[0].observation_space
+        self.action_space = self.envs[0].action_space
+        self.episode_numbers = [0] * len(self.envs)
+        self.autoreset = np.zeros(len(self.envs), bool)  # [N], the next step begins an episode
+        self.masked = masked_space(self.envs[0])
+        choices = branches(self.action_space)
+        self.num_choices = sum(choices)
+        self.starts = np.cumsum([0, *choices[:-1]])
+        self.rows = [None] * len(self.envs)
+        for i in range(len(self.envs)):
+            number, _, actions = episodes[indices[i]] if episodes else (0, 0.0, [])
+            self.begin(i, number)
+            for action in actions:
+                self.play(i, env_actions(self.action_space, action)[0])
+        self.obs = np.stack(self.rows)  # [N, D], perhaps followed by masks
+
+    def begin(self, i: int, number: int):
+        """Begin an environment's episode of this number."""
+        self.episode_numbers[i] = number
+        self.autoreset[i] = False
+        seed = episode_seed(self.args.seed, self.indices[i], number)
+        self.rows[i] = self.with_mask(i, *self.envs[i].reset(seed=seed))
+
+    def play(self, i: int, action: np.ndarray):
+        """One step of an environment: reward, terminated, truncated."""
+        obs, reward, terminated, truncated, info = self.envs[i].step(action)
+        self.autoreset[i] = terminated or truncated
+        self.rows[i] = self.with_mask(i, obs, info)
+        return reward, terminated, truncated
+
+    def with_mask(self, i: int, obs: np.ndarray, info: dict) -> np.ndarray:
+        """The observation [D] and, if there is one, its mask of valid choices [sum of branches]."""
+        mask = info.get("action_mask", info.get("legal_action_mask"))
+        if self.masked:
+            mask = gym.spaces.unflatten(self.masked, obs)["action_mask"]
+        # a longer one would pass as a mask
+        obs = np.asarray(obs, np.float32).reshape(self.observation_space.shape)
+        if mask is None or not self.args.action_masks:
+            return obs
+        mask = np.hstack(mask)
+        if mask.shape != (self.num_choices,):
+            raise ValueError(f"the action mask {mask} is not one of {self.num_choices} choices")
+        if not (self.autoreset[i] or np.add.reduceat(mask > 0, self.starts, dtype=int).all()):
+            raise ValueError(f"the action mask {mask} leaves nothing to choose")
+        return np.concatenate((obs, mask), dtype=np.float32, casting="unsafe")
+
+    def step(self, actions: np.ndarray):
+        """Take actions [N, branches]: rewards, terminated, truncated [N]."""
+        rewards = np.zeros(len(actions))
+        terminated = np.zeros(len(actions), bool)
+        truncated = np.zeros(len(actions), bool)
+        for i, action in enumerate(env_actions(self.action_space, actions)):
+            if self.autoreset[i]:
+                self.begin(i, self.episode_numbers[i] + 1)
+            else:
+                rewards[i], terminated[i], truncated[i] = self.play(i, action)
+        self.obs = np.stack(self.rows)
+        return rewards, terminated, truncated
+
+    def close(self):
+        for env in self.envs:
+            env.close()
+
+
+def worker_loop(pipe, *envs_arguments):
+    """In a worker process: make Envs, step them with the actions that come, until the pipe ends."""
+    for number in SIGNALS:  # the main process decides when to stop
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        with contextlib.closing(Envs(*envs_arguments)) as envs:
+            reply = envs.observation_space, envs.action_space
+            while True:
+                pipe.send((envs.obs, envs.autoreset, *reply))
+                reply = envs.step(pipe.recv())
+    except (EOFError, BrokenPipeError):
+        pass  # the main process has closed the pipe, or was killed
+    except BaseException as error:
+        error.add_note(f"in a worker process: {traceback.format_exc()}")
+        pipe.send(error)
+
+
+class WorkerEnvs:
+    """Like Envs, with a share of the environments in each worker process: the same bits."""
+
+    def __init__(self, args: Args, episodes: list):
+        atexit.register(self.close)  # or the interpreter would wait for the workers
+        context = multiprocessing.get_context("forkserver")  # imports this file only once
+        self.pipes = []
+        for indices in np.array_split(range(args.num_envs), min(args.env_workers, args.num_envs)):
+            pipe, worker_pipe = context.Pipe()
+            context.Process(target=worker_loop, args=(worker_pipe, args, indices, episodes)).start()
+            worker_pipe.close()
+            self.pipes.append(pipe)
+        observation_spaces, action_spaces = self.receive()
+        self.observation_space = observation_spaces[0]
+        self.action_space = action_spaces[0]
+
+    def receive(self) -> list:
+        """Receive obs, autoreset and more from each worker; returns the tuples of what is more."""
+        try:
+            replies = [pipe.recv() for pipe in self.pipes]
+        except (EOFError, ConnectionResetError):
+            raise RuntimeError("a worker ended: out of memory, or no __main__ guard?") from None
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
+        obs, autoreset, *more = zip(*replies, strict=True)
+        self.obs = np.concatenate(obs)
+        self.autoreset = np.concatenate(autoreset)
+        return more
+
+    def step(self, actions: np.ndarray):
+        """`Envs.step`: rewards, terminated, truncated [N]."""
+        shares = np.array_split(actions, len(self.pipes))
+        for pipe, share in zip(self.pipes, shares, strict=True):
+            with contextlib.suppress(BrokenPipeError):  # `receive` says why
+                pipe.send(share)
+        return [np.concatenate(parts) for parts in self.receive()]
+
+    def close(self):
+        for pipe in self.pipes:
+            pipe.close()
+
+
+class PoolEnvs:
+    """EnvPool's environments, stepped by its own threads. Episodes can't be replayed: a run that
+    is resumed at iteration `start` begins new ones, with other seeds."""
+
+    def __init__(self, args: Args, num_envs: int, start: int):
+        import envpool
+
+        task = args.env_id.removeprefix("envpool:")
+        if task not in envpool.list_all_envs():
+            raise gym.error.Error(f"EnvPool has no {task}")
+        seeds = [episode_seed(args.seed, i, start) % 2**31 for i in range(num_envs)]
+        options = {"env_type": "gymnasium", "num_envs": num_envs, "seed": seeds}
+        options["num_threads"] = min(max(args.env_workers, 1), num_envs)
+        self.vector = envpool.make(task, **options | json.loads(args.env_kwargs))
+        self.space = self.vector.observation_space
+        self.action_space = self.vector.action_space
+        check_spaces(self.space, self.action_space)
+        self.observation_space = gym.spaces.flatten_space(self.space)
+        obs, _ = self.vector.reset()
+        self.obs = self.flatten(self.space, obs)  # [N, D]
+        self.autoreset = np.zeros(num_envs, bool)  # [N], the next step begins an episode
+
+    def step(self, actions: np.ndarray):
+        """Take actions [N, branches]: rewards, terminated, truncated [N]."""
+        rows = env_actions(self.action_space, actions)
+        obs, rewards, terminated, truncated, _ = self.vector.step(rows)
+        self.obs = self.flatten(self.space, obs)
+        self.autoreset = terminated | truncated
+        return rewards, terminated, truncated
+
+    def flatten(self, space: gym.Space, obs) -> np.ndarray:
+        """Observations of a space, perhaps a nested one, as rows [N, D]."""
+        if isinstance(space, gym.spaces.Dict):
+            return np.concatenate([self.flatten(space[name], obs[name]) for name in space], axis=1)
+        if not isinstance(space, gym.spaces.Box):  # discrete parts become one-hot
+            shaped = np.reshape(obs, (len(obs), *space.shape))
+            obs = np.stack([gym.spaces.flatten(space, row) for row in shaped])
+        return np.asarray(obs, np.float32).reshape(len(obs), -1)
+
+    def close(self):
+        self.vector.close()
+
+
+def make_envs(args: Args, num_envs: int, checkpoint: dict):
+    """Environments of the kind that the arguments name, as the checkpoint left them."""
+    episodes = checkpoint.get("episodes", [])
+    try:
+        if args.env_id.startswith("envpool:"):
+            return PoolEnvs(args, num_envs, checkpoint.get("iteration", 0))
+        if args.env_workers and num_envs > 1:
+            return WorkerEnvs(args, episodes)
+        return Envs(args, range(num_envs), episodes)
+    except (gym.error.Error, ImportError, TypeError) as error:
+        if isinstance(error, TypeError) and "unexpected keyword" not in str(error):
+            raise  # not by a wrong argument
+        fail(f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}: {error!r}")
+
+
+# --- run folder and checkpoints -------------------------------------------------------------------
+class Run:
+    """A run's folder, logs and counters. While it is open, no other process can use the folder."""
+
+    def __init__(self, args: Args, checkpoint: dict):
+        self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
+        self.global_step = checkpoint.get("global_step", 0)
+        self.iteration = checkpoint.get("iteration", 0)
+        self.start = time.monotonic() - checkpoint.get("seconds", 0.0)
+        self.last_returns = deque(checkpoint.get("last_returns", []), maxlen=100)
+        # each environment's running episode: its number, return and actions so far
+        self.episodes = checkpoint.get("episodes") or [(0, 0.0, [])] * args.num_envs
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
+        self.folder = args.resume or args.run_dir or Path("runs") / name
+        self.folder.mkdir(parents=True, exist_ok=self.folder.name != name)
+        self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
+        try:
+            fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"another process trains in {self.folder}")
+        except OSError as error:
+            print(f"{self.folder} is not locked: {error}", file=sys.stderr)
+        if not args.resume and (self.folder / "checkpoint.pt").exists():
+            fail(f"a run is there: --resume {self.folder} goes on with it")
+        # drop the rows after the checkpoint: they will be logged again
+        self.csv.truncate(checkpoint.get("csv_size", 0))
+        if not checkpoint:
+            self.csv.write("global_step,seconds,return,length\n")
+        self.wandb = None
+        if args.track:
+            import wandb  # before SummaryWriter, which it patches
+
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            same_run = {"id": checkpoint.get("wandb"), "resume": "allow"}
+            more = {"config": vars(self.args), "sync_tensorboard": True}
+            self.wandb = wandb.init(name=self.folder.name, **names, **same_run, **more)
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
+        table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
+        self.writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *table]))
+        self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
+        self.bar.write(f"{args.env_id}, {args.num_iterations} iterations, in {self.folder}")
+        self.write_json("running")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        ended = self.iteration == self.args.num_iterations
+        self.write_json("failed" if kind else "finished" if ended else "running")
+        self.bar.close()
+        self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
+        self.csv.close()
+
+    def episode(self, i: int, t: int, actions: np.ndarray, rewards, autoreset):
+        """An environment's running episode before row t of a rollout [T, N, ...]."""
+        number, score, past_actions = self.episodes[i]
+        resets = np.flatnonzero(autoreset[:t, i])  # rows that began an episode
+        if len(resets):
+            score, past_actions = 0.0, []
+        rows = slice(resets[-1] + 1 if len(resets) else 0, t)
+        score += float(rewards[rows, i].sum())
+        return number + len(resets), score, [*past_actions, *actions[rows, i]]
+
+    def log_rollout(self, actions: np.ndarray, rewards: np.ndarray, autoreset: np.ndarray):
+        """Take in a rollout, [T, N, ...] and autoreset [T + 1, N]: log the episodes that ended."""
+        seconds = time.monotonic() - self.start
+        steps = self.global_step + np.count_nonzero(~autoreset[:-1], axis=1).cumsum()
+        self.global_step = int(steps[-1])
+        rows = actions, rewards, autoreset
+        ended = [(t, *self.episode(i, t + 1, *rows)) for t, i in np.argwhere(autoreset[1:])]
+        self.episodes = [self.episode(i, len(steps), *rows) for i in range(len(self.episodes))]
+        for t, _, score, played in ended:
+            self.csv.write(f"{steps[t]},{seconds:.2f},{score},{len(played)}\n")
+            self.last_returns.append(score)
+        if ended:
+            score = np.mean([score for _, _, score, _ in ended])
+            length = np.mean([len(played) for *_, played in ended])
+            line = f"global_step={self.global_step}, episodic_return={score:.4f}"
+            self.bar.write(f"{line}, episodes={len(ended)}, SPS={self.global_step / seconds:.0f}")
+            self.writer.add_scalar("charts/episodic_return", score, self.global_step)
+            self.writer.add_scalar("charts/episodic_length", length, self.global_step)
+
+    def log(self, metrics: dict[str, float]):
+        """Log an iteration."""
+        self.iteration += 1
+        self.bar.update(self.global_step - self.bar.n)
+        metrics["charts/SPS"] = int(self.global_step / (time.monotonic() - self.start))
+        for tag, value in metrics.items():
+            self.writer.add_scalar(tag, value, self.global_step)
+
+    def write_json(self, status: str):
+        content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
+        content |= {"seed": self.args.seed, "global_step": self.global_step}
+        content["versions"] = {x.__name__: x.__version__ for x in (torch, gym, np)}
+        content["wall_seconds"] = round(time.monotonic() - self.start, 2)
+        content["final_return"] = np.mean(self.last_returns) if self.last_returns else None
+        (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def save(run: Run, agent: Agent):
+    """Save all that is needed to continue. The file is renamed when whole: it is never half."""
+    run.writer.flush()
+    state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
+    state |= {"adam": agent.adam, "rng": agent.rng.bit_generator.state}
+    state |= {"global_step": run.global_step, "iteration": run.iteration}
+    state |= {"seconds": time.monotonic() - run.start, "last_returns": list(run.last_returns)}
+    state["csv_size"] = (run.folder / "episodes.csv").stat().st_size
+    state["wandb"] = run.wandb and run.wandb.id
+    if not run.args.env_id.startswith("envpool:"):  # whose episodes can't be played again
+        episodes = [(n, score, torch.tensor(np.array(x))) for n, score, x in run.episodes]
+        state["episodes"] = episodes
+    torch.save(state, run.folder / "checkpoint.pt.tmp")
+    (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
+
+
+def load_checkpoint(folder: Path) -> dict:
+    """Read what `save` wrote. No code in the file is run, and no module that it names imported."""
+    try:
+        path = Path(folder) / "checkpoint.pt"
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        args = Args(**{k: v for k, v in checkpoint["args"].items() if k in Args.__annotations__})
+    except Exception as error:  # damaged files raise errors of many kinds
+        fail(f"{folder}: no checkpoint of this script: {error!r}")
+    module, _, name = args.env_id.rpartition(":")
+    if module != "envpool":  # only the command line may name a module to import
+        args.env_id = name
+    episodes = [(n, score, [*x.numpy()]) for n, score, x in checkpoint.get("episodes", [])]
+    return checkpoint | {"args": args, "episodes": episodes}
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -1135,32 +854,22 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """A list of the signals that have come. The first ends training after its iteration, the next
-    acts at once. Only the main thread can catch signals; elsewhere the list stays empty."""
-    stop = []
+    """A list of the signals that came. The first ends training after its iteration, the next acts
+    at once. Only the main thread can catch signals; elsewhere the list stays empty."""
+    received = []
 
     def handler(number, frame):
-        stop.append(number)
+        received.append(number)
         signal.signal(number, signal.SIG_DFL)
         os.write(2, b"\nstopping after this iteration\n")
 
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number in SIGNALS if main}
     try:
-        yield stop
+        yield received
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-def restore(agent: Agent, checkpoint: dict, folder: Path):
-    """Set the optimizer and the random numbers to what the checkpoint has."""
-    try:
-        for name, tensor in agent.adam.items():
-            tensor.data.copy_(checkpoint["adam"][name].view_as(tensor))
-        agent.rng.bit_generator.state = checkpoint["rng"]
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        fail(f"{folder}: its checkpoint does not fit: {error!r}")
 
 
 def check_finite(iteration: int, values: dict):
@@ -1170,67 +879,84 @@ def check_finite(iteration: int, values: dict):
             raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
 
 
-def train(args: Args) -> Path:
-    """Train, or go on training; returns the run's folder."""
-    torch.set_num_threads(args.num_threads)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    checkpoint = load_checkpoint(args.resume) if args.resume else {}
-    with contextlib.closing(make_envs(args, args.num_envs, checkpoint)) as envs:
-        torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-        if args.resume:
-            agent, _ = load(args.resume, envs)
-        else:
-            agent = Agent(envs, args)
-        agent.adam = flat_adam(agent.to(device))
-        if args.resume:
-            restore(agent, checkpoint, args.resume)
-        step = compile_step(agent, args)
-        with stop_signals() as stop, Run(args, checkpoint) as run:
-            how = f"{args.env_id} on {device}, {args.num_iterations} iterations"
-            run.bar.write(f"{how}, in {run.folder}")
-            save(run, agent, envs)
-            while run.iteration < args.num_iterations and not stop:
-                remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
-                learning_rate = remaining * args.learning_rate  # annealed (detail 4)
-                data = rollout(agent, envs, run, args)
-                now = copy.copy(args)  # of this iteration; compiled code follows
-                if args.anneal_ent_coef:
-                    now.ent_coef *= 1.0 - run.iteration / args.num_iterations
-                metrics = update(agent, data, learning_rate, now, step)
-                check_finite(run.iteration, {"observations": data.obs, "rewards": data.rewards})
-                check_finite(run.iteration, metrics | agent.state_dict())
-                run.log(metrics | {"charts/learning_rate": learning_rate})
-                if run.iteration % args.checkpoint_interval == 0:
-                    save(run, agent, envs)
-            save(run, agent, envs)
-            run.status = "running" if run.iteration < args.num_iterations else "finished"
-    return finish(run, agent, stop)
+# --- evaluation -----------------------------------------------------------------------------------
+def load(folder: Path, env=None) -> tuple[Agent, Args]:
+    """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
+    checkpoint = load_checkpoint(folder)
+    args = checkpoint["args"]
+    envs = env or make_envs(args, 1, {})
+    agent = Agent(envs, args)
+    agent.load_state_dict(checkpoint["agent"])
+    if env is None:
+        envs.close()
+    return agent, args
 
 
-def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
-    """Print how to go on or to play; save the weights and record a video, if asked to."""
-    # where it is imported, as in a notebook, the file itself
-    program = sys.argv[0] if __name__ == "__main__" else os.path.relpath(__file__)
-    script = f"python {shlex.quote(program)}"
-    folder = shlex.quote(str(run.folder))
-    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be named again
-        folder += f" --env-id {run.args.env_id}"
-    if run.status == "running":
-        print(f"go on with: {script} --resume {folder}")
-        raise SystemExit(128 + stop[0])
-    final = run.final_return()
-    print(f"return {final} over the last 100 episodes; play: {script} --evaluate {folder}")
-    if run.args.save_model:
-        name = f"{Path(run.args.exp_name).name}.cleanrl_model"
-        torch.save(agent.state_dict(), run.folder / name)
-    if run.args.capture_video:
-        evaluate(replace(run.args, evaluate=run.folder))
-    return run.folder
+def evaluate(args: Args) -> list[float]:
+    """Play the run in `args.evaluate` greedily, then with sampled actions; returns the greedy
+    returns. `capture_video` records the greedy episodes into its videos/."""
+    options = json.loads(args.env_kwargs)
+    if args.capture_video:
+        options["render_mode"] = "rgb_array"
+    seed = episode_seed(args.seed, 2**31)
+    envs = make_envs(replace(args, seed=seed, env_kwargs=json.dumps(options)), 1, {})
+    if args.capture_video:
+        env = envs.envs[0]
+        videos = str(args.evaluate / "videos")
+        envs.envs[0] = gym.wrappers.RecordVideo(env, videos, lambda k: k < args.eval_episodes)
+        envs.begin(0, number=0)
+    returns = {"eval": [], "sampled": []}
+    with contextlib.closing(envs):
+        agent, _ = load(args.evaluate, envs)
+        act = numpy_actor(agent)
+        for name, done in returns.items():
+            score = 0.0
+            while len(done) < args.eval_episodes:
+                noise = agent.noise(1) if name == "sampled" else None
+                rewards, *_ = envs.step(act(envs.obs, noise))
+                score += float(rewards[0])
+                if envs.autoreset[0]:
+                    print(f"{name}_episode={len(done)}, episodic_return={score:.2f}")
+                    done.append(score)
+                    score = 0.0
+            print(f"{name}, {len(done)} episodes: {np.mean(done):.2f} +- {np.std(done):.2f}")
+    return returns["eval"]
+
+
+# --- command line ---------------------------------------------------------------------------------
+def parse_args(argv: list[str] | None = None) -> Args:
+    """The command line as Args. With --resume or --evaluate the defaults are that run's."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
+
+    def run_folder(resume: Path | None = None, evaluate: Path | None = None):
+        return resume or evaluate
+
+    folder, _ = tyro.cli(run_folder, args=argv, return_unknown_args=True, add_help=False)
+    checkpoint = load_checkpoint(folder) if folder else {}
+    saved = checkpoint.get("args", Args())
+    args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
+    if args.resume and "iteration" not in checkpoint:
+        fail(f"{folder} is of commit e500984 or older, which resumes it; --evaluate works here")
+    if args.resume and args.num_iterations < checkpoint["iteration"]:
+        fail(f"--total-timesteps {args.total_timesteps}: {folder} has trained more")
+    for name in ("seed", "num_envs", "num_steps"):
+        if args.resume and getattr(args, name) != getattr(saved, name):
+            fail(f"{name}: {folder} keeps its {getattr(saved, name)}: leave the flag out")
+    for package, needed in (("wandb", args.track), ("moviepy", args.capture_video)):
+        if needed and importlib.util.find_spec(package) is None:
+            fail(f"{package} is not installed: pip install {package}")
+    if args.capture_video and args.env_id.startswith("envpool:"):
+        fail("--capture-video: of gymnasium's environments, not EnvPool's")
+    return args
+
+
+def fail(message: str):
+    """Print one line to standard error and exit with code 2."""
+    print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):  # a terminal may not know all letters
-        stream.reconfigure(errors="backslashreplace")
     args = parse_args()
     evaluate(args) if args.evaluate else train(args)

@@ -1,0 +1,252 @@
+"""What is collected: against what the environments wrote down. And when which rate is used."""
+
+import importlib
+import math
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from common import make
+from reference import Seen, linear, lstm, mlp, parameters
+from toys import BOX, Group, Walk
+
+STEPWISE = ["ppo", "ppo_continuous_action", "ppo_pixels", "ppo_lstm"]
+
+
+class Log:
+    def __init__(self):
+        self.global_step, self.iteration, self.ended = 0, 0, []
+        self.writer = SimpleNamespace(add_scalar=lambda *_: None)
+
+    def log_episodes(self, ended):
+        self.ended += ended
+
+
+def rows_of(env, count: int, repeat: int = 1) -> list[dict]:
+    """What an environment said, as rows: an episode's end is followed by a row of nothing, in which
+    the next one begins. An action that is held is one row."""
+    rows, now, held = [], env.said[0]["obs"], 0
+    for said in env.said[1:]:
+        if "seed" in said:
+            nothing = {"reward": 0.0, "terminated": False, "truncated": False, "valid": False}
+            rows.append({"seen": now, **nothing})
+            held = 0
+        elif 0 < held < repeat:
+            rows[-1] |= {**said, "reward": rows[-1]["reward"] + said["reward"]}
+            held += 1
+        else:
+            rows.append({"seen": now, **said, "valid": True})
+            held = 1
+        now = said["obs"]
+    total = 0.0
+    for row in rows:
+        total = row["discounted"] = row["valid"] * (row["reward"] + 0.9 * total)
+    return rows[:count]
+
+
+def trunk(p, x):
+    return torch.tanh(linear(p, "trunk.vectors.2", torch.tanh(linear(p, "trunk.vectors.0", x))))
+
+
+@pytest.mark.parametrize("script", STEPWISE)
+def test_rollouts(script):
+    """Two, each of 11 steps in two environments."""
+    T, N = 11, 2
+    space = gym.spaces.Discrete(3) if script == "ppo" else BOX
+    flags = {"num_envs": N, "num_minibatches": 2, "memory_size": 8, "memory": "lstm"}
+    repeat = 2 if script in ("ppo_pixels", "ppo_lstm") else 1
+    flags["action_repeat"] = repeat
+    module, args, agent = make(script, Walk.observation_space, space, **flags)
+    walks = [Walk(space, shift) for shift in range(N)]
+    envs, log, p = module.Envs(walks, args, range(N)), Log(), parameters(agent)
+    seen, returns, found = Seen(), Seen(), []
+    if script != "ppo":  # so small ones were seen that some are clipped at 10
+        small = np.random.default_rng(0).normal(0, 0.1, 5000)
+        returns.add(small)
+        agent.return_moments.update(small)
+    state = states = torch.zeros((N, 16))
+    for iteration in range(2):
+        log.iteration = iteration
+        if "pixels" in script or "lstm" in script:
+            rng = np.random.default_rng((args.seed, iteration, 0))
+        else:
+            rng = np.random.default_rng()
+            rng.bit_generator.state = agent.rng.bit_generator.state
+        noise = rng.gumbel(size=(T, N, 3)) if script == "ppo" else rng.standard_normal((T, N, 2))
+        if script == "ppo_continuous_action":
+            rng.bit_generator.state = agent.rng.bit_generator.state
+            noise = rng.standard_normal((T, N, 2), np.float32)
+        if script == "ppo_lstm":
+            data, state = module.rollout(agent, envs, state, log, args)
+            torch.testing.assert_close(data.state, states)
+        else:
+            data = module.rollout(agent, envs, log, args)
+        obs = data.obs if isinstance(data.obs, np.ndarray) else data.obs[0].numpy()
+        actions = np.asarray(data.actions)
+        columns = [rows_of(walk, (iteration + 1) * T, repeat)[iteration * T :] for walk in walks]
+        # the deviation of all discounted sums so far, those of this rollout included
+        returns.add([r["discounted"] for t in range(T) for column in columns
+                     for r in [column[t]] if r["valid"]])  # fmt: skip
+        scale = 1.0 if script == "ppo" else float((returns.var + 1e-8).sqrt())
+        states = states.clone()
+        for t, i in np.ndindex(T, N):
+            row = columns[i][t]
+            assert (obs[t, i] == row["seen"]).all()
+            reward = row["reward"] if script == "ppo" else np.clip(row["reward"] / scale, -10, 10)
+            assert data.rewards[t, i] == pytest.approx(reward, rel=1e-5)
+            for name in ("terminated", "truncated", "valid"):
+                assert getattr(data, name)[t, i] == row[name], (name, t, i)
+            # the action is the policy's, drawn by the noise; what was taken is clipped to the box
+            x = torch.as_tensor(obs[t, i]).double()
+            if script != "ppo" and iteration > 0:
+                x = seen.standardized(obs[t, i])
+            elif script != "ppo":  # no scale yet
+                x = x.clamp(-10, 10)
+            if script == "ppo":
+                assert actions[t, i] == (mlp(p, "actor", x).detach().numpy() + noise[t, i]).argmax()
+                assert not row["valid"] or row["action"] == actions[t, i]
+                continue
+            if script == "ppo_lstm":
+                h, c = lstm(p, "memories.0.net", trunk(p, x), *states[i].double().chunk(2))
+                states[i] = torch.cat([h, c]).detach().float() * row["valid"]  # cleared after an end
+                mean = linear(p, "actor", h)
+            elif script == "ppo_pixels":
+                mean = linear(p, "actor", trunk(p, x))
+            else:
+                mean = mlp(p, "actor_mean", x)
+            drawn = mean + p["actor_logstd"].exp() * torch.as_tensor(noise[t, i])
+            expected = (torch.tensor([1, 0.25]) + torch.tensor([2, 0.25]) * drawn).detach().numpy()
+            np.testing.assert_allclose(actions[t, i], expected, rtol=1e-4, atol=1e-4)
+            if row["valid"]:
+                clipped = np.clip(actions[t, i], BOX.low, BOX.high)
+                np.testing.assert_allclose(row["action"], clipped, rtol=1e-6)
+        if script == "ppo_lstm":
+            first = np.concatenate([np.zeros((1, N), bool), ~data.valid])
+            assert (data.first.numpy() == first).all()
+            torch.testing.assert_close(state, states, rtol=1e-4, atol=1e-5)
+        assert all((obs[T, i] == walk.said[-1]["obs"]).all() for i, walk in enumerate(walks))
+        if script in ("ppo_pixels", "ppo_lstm"):
+            agent.update_moments(data)
+        elif script != "ppo":
+            agent.obs_moments.update(obs[:-1][data.valid])
+        seen.add(obs[:-1][data.valid])
+        found.append(data.valid.sum())
+        assert script == "ppo" or (np.abs(data.rewards) == 10).any()
+    assert log.global_step == sum(found)
+    scores = [(i, *ended) for i, walk in enumerate(walks) for ended in games(walk, repeat)]
+    np.testing.assert_allclose(sorted(log.ended), sorted(scores))
+    seeds = [said["seed"] for walk in walks for said in walk.said if "seed" in said]
+    assert len(set(seeds)) == len(seeds)  # no two episodes are alike
+
+
+def games(walk, repeat: int = 1) -> list:
+    """Raw return and length, in decisions, of each whole episode."""
+    found = []
+    for said in walk.said:
+        if "seed" in said:
+            own = []
+            continue
+        own.append(said["reward"])
+        if said["terminated"] or said["truncated"]:
+            found.append((sum(own), math.ceil(len(own) / repeat)))
+    return found
+
+
+@pytest.mark.parametrize("script", ["ppo_kl_adaptive", "ppo_cma"])
+def test_whole_episodes(script):
+    """Every step of as many episodes as were started, and all that were started end."""
+    flags = {"num_envs": 2, "episodes_per_batch": 5, "iter_steps": 20, "hid1_mult": 2}
+    flags |= {"action_repeat": 2, "mode": "ppo-cma"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ppo_cma.pretrain_policy", lambda agent: None)
+        module, args, agent = make(script, Walk.observation_space, BOX, **flags)
+    walks = [Walk(BOX, shift) for shift in range(2)]
+    envs, log = module.Envs(walks, args, range(2)), Log()
+    if script == "ppo_kl_adaptive":
+        data = module.rollout(agent, envs, 5, log)
+        assert data.valid.sum() == log.global_step
+        assert len(data.lengths) == len(log.ended) == 5
+    else:
+        module.rollout(agent, envs, log, args)
+        assert log.global_step == sum(length for _, _, length in log.ended) >= 20
+    played = [game for walk in walks for game in games(walk)]
+    np.testing.assert_allclose(sorted((s, n) for _, s, n in log.ended), sorted(played))
+    for number, (i, _, length) in enumerate(log.ended):
+        before = sum(1 for j, *_ in log.ended[:number] if j == i)
+        begins = [k for k, said in enumerate(walks[i].said) if "seed" in said][before]
+        said = walks[i].said[begins : begins + length + 1]
+        if script == "ppo_kl_adaptive":
+            assert (data.obs[: length + 1, number] == [x["obs"] for x in said]).all()
+            np.testing.assert_allclose(data.rewards[:length, number], [x["reward"] for x in said[1:]])
+            assert data.terminated[number] == said[-1]["terminated"]
+            assert data.truncated[number] == said[-1]["truncated"]
+            taken = data.actions[:length, number]  # as the original, unclipped
+            np.testing.assert_allclose(taken, [x["action"] for x in said[1:]], rtol=1e-6)
+        else:  # decisions, each held for two steps; rewards add up
+            memory = agent.memory[number]
+            assert len(memory) == (length + 1) // 2
+            assert sum(r for *_, r in memory) == pytest.approx(sum(x["reward"] for x in said[1:]))
+            for k, (obs, action, _) in enumerate(memory):
+                assert (obs == said[2 * k]["obs"]).all()
+                np.testing.assert_allclose(action, said[2 * k + 1]["action"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("team", [False, True])
+def test_agents(team):
+    """Rows of two agents: b dies in the third row; the episode's end is in the fourth."""
+    spaces = [gym.spaces.Dict({a: space(Group(), a) for a in "ab"})
+              for space in (Group.observation_space, Group.action_space)]  # fmt: skip
+    flags = {"num_envs": 1, "num_minibatches": 2, "team_reward": team}
+    module, args, agent = make("ppo_pettingzoo", *spaces, **flags)
+    envs, log = module.Envs([Group()], args), Log()
+    data = module.rollout(agent, envs, log, args)
+    a, b = [10, 20, 30, 40, 0] * 2 + [10], [11, 21, 0, 0, 0] * 2 + [11]
+    both = [x + y for x, y in zip(a, b, strict=True)]
+    assert data.rewards[:, 0].T.tolist() == ([both, both] if team else [a, b])
+    die, stop = [3], [8]
+    assert np.flatnonzero(data.terminated[:, 0, 0]).tolist() == die
+    assert np.flatnonzero(data.terminated[:, 0, 1]).tolist() == (die if team else [1, 6])
+    assert np.flatnonzero(data.truncated[:, 0, 0]).tolist() == stop
+    assert np.flatnonzero(data.truncated[:, 0, 1]).tolist() == (stop if team else [])
+    assert np.flatnonzero(~data.running[:, 0, 0]).tolist() == [4, 9]
+    assert np.flatnonzero(~data.valid[:, 0, 1]).tolist() == [2, 3, 4, 7, 8, 9]
+    assert np.flatnonzero(~data.valid[:, 0, 0]).tolist() == [4, 9]
+    assert not data.waits.any()
+    assert log.global_step == 9
+    assert data.obs[9, 0, 0, 0] == 4  # at a limit, the true last observation
+    assert [length for _, _, length in log.ended] == [4, 4]
+
+
+FALLS = {  # which flag falls, beside the learning rate
+    "ppo": {"anneal_ent_coef": True}, "ppo_continuous_action": {"anneal_ent_coef": True},
+    "ppo_pixels": {}, "ppo_lstm": {}, "ppo_pettingzoo": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", FALLS)
+def test_rates_fall_to_nothing(script, tmp_path, monkeypatch):
+    """In iteration k of 4 they are 1 - k / 4 of the first; and the scale is still in evaluation."""
+    module = importlib.import_module(script)
+    env_id = {"ppo": "toys:Turn-v0", "ppo_pettingzoo": "toys:make"}.get(script, "toys:Walk-v0")
+    flags = FALLS[script] | {"env_id": env_id, "num_envs": 2, "num_steps": 8, "num_minibatches": 2}
+    flags |= {"total_timesteps": 4 * 16, "ent_coef": 0.3, "cuda": False, "num_threads": 1}
+    rates, bonuses, plain = [], [], module.update
+
+    def update(agent, data, *given):
+        rate, args = (x for x in given if isinstance(x, float | module.Args))
+        rates.append(rate)
+        bonuses.append(args.ent_coef)
+        return plain(agent, data, *given)
+
+    monkeypatch.setattr(module, "update", update)
+    module.train(module.Args(run_dir=tmp_path / "run", learning_rate=0.1, **flags))
+    assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025])
+    falls = [0.3, 0.225, 0.15, 0.075] if FALLS[script] else [0.3] * 4
+    assert bonuses == pytest.approx(falls)
+    if hasattr(module, "RunningMoments"):
+        monkeypatch.setattr(module.RunningMoments, "update", lambda *_: pytest.fail("it moved"))
+    args = module.load_checkpoint(tmp_path / "run")["args"]
+    args.evaluate, args.eval_episodes, args.env_id = tmp_path / "run", 2, env_id
+    assert len(module.evaluate(args)) == 2

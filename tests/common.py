@@ -1,0 +1,100 @@
+"""Rollouts in which everything happens, agents far from their first weights, and comparisons."""
+
+import importlib
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+# Of each environment its rows: . a step, T a step that terminates, L one at the time limit, - the
+# row after an end, whose action was ignored. One begins with such a row, two end with an end.
+ENDS = ["...T-...L-.", "-..L-T-....", "..........L", "....T-L-..T"]
+NASTY = {  # unlike every default
+    "gamma": 0.9, "gae_lambda": 0.8, "clip_coef": 0.15, "ent_coef": 0.05, "vf_coef": 0.7,
+    "max_grad_norm": 0.02, "num_minibatches": 3, "update_epochs": 2, "num_steps": 11, "num_envs": 4,
+    "clip_vloss": True, "cuda": False, "num_threads": 1, "seed": 3, "total_timesteps": 10**6,
+    "target_kl": None,
+}  # fmt: skip
+CLIPPED = {("above", "good"), ("above", "bad"), ("below", "good"), ("below", "bad")}
+CLIPPED |= {("within", "good"), ("within", "bad"), ("gradient", "clipped")}
+VALUES = {("value", "up"), ("value", "down"), ("value", "within"), ("value", "flat")}
+
+
+def ends(patterns=ENDS):
+    """terminated, truncated, valid [T, N]."""
+    rows = np.array([[*row] for row in patterns]).T
+    return rows == "T", rows == "L", rows != "-"
+
+
+def make(script: str, observation_space, action_space, rate_of=None, **flags):
+    """module, args, agent: all weights moved at random, with an optimizer."""
+    module = importlib.import_module(script)
+    known = {f: x for f, x in (NASTY | flags).items() if f in module.Args.__dataclass_fields__}
+    args = module.Args(**known)
+    torch.manual_seed(5)
+    shape = (1, *(getattr(observation_space, "shape", None) or (1,)))
+    space = SimpleNamespace(
+        observation_space=observation_space, action_space=action_space, obs=np.zeros(shape)
+    )
+    agent = module.Agent(space, args)
+    with torch.no_grad():
+        for p in agent.parameters():
+            p.add_(0.3 * torch.randn_like(p) / max(1, p[0].numel()) ** 0.5)
+    if hasattr(module, "adam_state"):
+        agent.adam = module.adam_state(agent)
+    elif not hasattr(agent, "adam") and not hasattr(agent, "policy_adam"):
+        agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5)
+    return module, args, agent
+
+
+class Orders:
+    """Stands for a generator, and keeps the permutations that it gave."""
+
+    def __init__(self, rng):
+        self.rng, self.given = rng, []
+
+    def permutation(self, x):
+        self.given.append(self.rng.permutation(x))
+        return self.given[-1]
+
+    def __getattr__(self, name):
+        return getattr(self.rng, name)
+
+    def minibatches(self, count: int, expected) -> list:
+        """Of each epoch: every expected row once, in parts of nearly equal size (detail 6)."""
+        for order in self.given:
+            assert sorted(order.tolist()) == sorted(expected)
+        return [[part.tolist() for part in np.array_split(x, count)] for x in self.given]
+
+
+def record(monkeypatch, agent, seeded: bool) -> Orders:
+    """The orders that the next update draws, from the agent's generator or from a seed."""
+    if not seeded:
+        agent.rng = Orders(getattr(agent.rng, "rng", agent.rng))
+        return agent.rng
+    orders = Orders(None)
+    plain = getattr(np.random.default_rng, "plain", np.random.default_rng)
+
+    def default_rng(key):
+        orders.rng = plain(key)
+        return orders
+
+    default_rng.plain = plain
+    monkeypatch.setattr(np.random, "default_rng", default_rng)
+    return orders
+
+
+def same_parameters(agent, p: dict, start: dict, rate: float):
+    """To a twentieth of a step of Adam: float32 alone is off by up to a fiftieth."""
+    moved = 0.0
+    for name, x in agent.named_parameters():
+        gap = (x.detach().double() - p[name]).abs().max().item()
+        assert gap < 0.05 * rate + 2e-7, f"{name}: off by {gap / rate:.3f} of a step"
+        moved = max(moved, (p[name] - start[name]).abs().max().item())
+    assert moved > rate, "nothing was learned"
+
+
+def same_metrics(metrics: dict, expected: dict, tolerance: float = 2e-3):
+    for name, x in expected.items():
+        got = metrics[f"losses/{name}"]
+        assert abs(got - x) < tolerance * (0.05 + abs(x)), f"{name}: {got}, not {x}"
