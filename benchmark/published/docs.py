@@ -3,7 +3,6 @@
 This writes the tables of tables.py anew, each between <!-- its name --> and <!-- end -->. In a page
 of docs/ it also writes
 
-    the line in each link to code   [`text`](../ppo.py#L1): where `text` first stands in that file
     <!-- flags -->                  a table of the script's flags, without those that ppo.md has
     <!-- results -->                a table of its committed runs
 """
@@ -18,22 +17,7 @@ from benchmark.published import RESULTS, ROOT, curves, tables
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
-LINK = re.compile(r"\[`([^`]+)`\]\(\.\./(\w+\.py)#L\d+\)")
-
-
-def line_of(text: str, file: str) -> int:
-    """The line of a script that defines this text or, if there is none, the first that has it."""
-    lines = (ROOT / file).read_text().splitlines()
-    for pattern in (rf"\s*(def|class) {re.escape(text)}\b", rf"{re.escape(text)} =", None):
-        for number, line in enumerate(lines, 1):
-            if text in line if pattern is None else re.match(pattern, line):
-                return number
-    raise SystemExit(f"docs: {text!r} is not in {file}")
-
-
-def link(found: re.Match) -> str:
-    text, file = found.groups()
-    return f"[`{text}`](../{file}#L{line_of(text, file)})"
+LINK = re.compile(r"\[`([^`]+)`\]\(\.\./(\w+\.py)\)")  # to a script that has this text
 
 
 def flag_rows(script: str) -> list[list]:
@@ -43,7 +27,7 @@ def flag_rows(script: str) -> list[list]:
     words = {None: "", True: "on", False: "off"}
     rows = []
     for field in fields:
-        said = re.search(rf"\n    {field.name}: [^\n#]*# ([^\n]*)", source)[1].replace("|", "\\|")
+        comment = re.search(rf"\n    {field.name}: [^\n#]*# ([^\n]*)", source)[1]
         default = field.default
         if default is dataclasses.MISSING:
             default = field.default_factory()
@@ -53,7 +37,7 @@ def flag_rows(script: str) -> list[list]:
             default = " ".join(map(str, default))
         if default is None or isinstance(default, bool):
             default = words[default]
-        rows.append([f"`--{field.name.replace('_', '-')}`", default, said])
+        rows.append([f"`--{field.name.replace('_', '-')}`", default, comment.replace("|", "\\|")])
     return rows
 
 
@@ -89,11 +73,10 @@ def results(script: str) -> str:
 
 
 def rewrite(page: Path) -> str:
-    """A page's text with its links and tables made anew."""
+    """A page's text with its tables made anew."""
     text = page.read_text()
     blocks = dict(tables.BLOCKS)
     if page.parent == DOCS:
-        text = LINK.sub(link, text)
         blocks |= {make.__name__: partial(make, page.stem) for make in (flags, results)}
 
     def block(found: re.Match) -> str:

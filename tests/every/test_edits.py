@@ -1,5 +1,5 @@
-"""Ten edits that researchers make, as patches of ppo_continuous_action.py: each works, eagerly and
-compiled, and none is longer than it should be. What can't work ends in an error by name."""
+"""Edits that researchers make, as patches of ppo_continuous_action.py. Each works eagerly and
+compiled, does what it is for, and takes at most twice the lines and places of CleanRL's script."""
 
 import importlib.util
 import os
@@ -9,10 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from program import ROOT, scalars
+from program import ROOT, rows, scalars
 
 import ppo_continuous_action
 
@@ -29,112 +30,249 @@ CLEANRL = {
     "clip-schedule": (1, 1),
     "no-scaling": (2, 1),
     "auxiliary-loss": (10, 4),
+    "second-value-head": (14, 6),
+    "rnd-bonus": (14, 4),
+    "reward-transform": (1, 1),
+    "two-rates": (5, 2),
+    "pretrained-actor": (8, 3),
+    "vector-environment": (10, 2),  # its seven wrappers of one environment become those of a vector
 }
 EDITS = pytest.mark.parametrize("name", CLEANRL)
 FLAGS = (
     "--env-id Pendulum-v1 --num-envs 2 --num-steps 128 --num-minibatches 4 --total-timesteps 2560 "
     "--update-epochs 5 --learning-rate 3e-3 --target-kl None --no-cuda"
 )
+MORE = {"vector-environment": "--env-id envpool:mine"}
+ADDED = {  # parameters that an edit adds
+    "state-deviation": "actor_spread",
+    "auxiliary-loss": "predict",
+    "network": "block",
+    "second-value-head": "short_critic",
+    "rnd-bonus": "rnd_predictor",
+}
 
 
-def module(folder: Path, name: str):
+class Slide(gym.vector.VectorEnv):
+    """A point on a line in each of N environments, which the action moves; 25 steps an episode."""
+
+    metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}  # noqa: RUF012
+    single_observation_space = gym.spaces.Box(-9, 9, (1,))
+    single_action_space = gym.spaces.Box(-1, 1, (1,))
+
+    def __init__(self, num_envs: int):
+        self.num_envs = num_envs
+        self.autoreset = np.zeros(num_envs, bool)
+
+    def reset(self, *, seed=None, options=None):
+        assert len(set(seed)) == self.num_envs
+        self.generators = [np.random.default_rng(s) for s in seed]
+        self.t = np.zeros(self.num_envs, int)
+        self.x = np.array([rng.uniform(-1, 1, 1) for rng in self.generators])
+        return self.x.astype(np.float32), {}
+
+    def step(self, actions):
+        assert actions.shape == (self.num_envs, 1)
+        first = np.array([rng.uniform(-1, 1, 1) for rng in self.generators])
+        self.x = np.where(self.autoreset[:, None], first, self.x + 0.2 * actions)
+        self.t = np.where(self.autoreset, 0, self.t + 1)
+        rewards = -np.abs(self.x[:, 0]) * ~self.autoreset
+        truncated = self.t == 25
+        self.autoreset = truncated
+        return self.x.astype(np.float32), rewards, np.zeros(self.num_envs, bool), truncated, {}
+
+
+def load_module(folder: Path, name: str):
     """The script in a folder under a name of its own."""
     spec = importlib.util.spec_from_file_location(name, folder / "ppo_continuous_action.py")
-    made = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
 def edited(tmp_path_factory):
     """The script with an edit."""
-    made = {}
+    modules = {}
 
     def get(name: str):
-        if name not in made:
+        if name not in modules:
             folder = tmp_path_factory.mktemp(name)
             shutil.copy(ppo_continuous_action.__file__, folder)
             alone = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
             command = ["git", "apply", str(PATCHES / f"{name}.patch")]
             subprocess.run(command, cwd=folder, env=alone, check=True)
-            made[name] = module(folder, f"edited_{name.replace('-', '_')}")
-        return made[name]
+            modules[name] = load_module(folder, f"edited_{name.replace('-', '_')}")
+        return modules[name]
 
     return get
 
 
-def train(script, folder: Path, flags: str) -> dict:
+def train(script, folder: Path, flags: str = "--no-compile") -> dict:
     script.train(script.parse_args([*FLAGS.split(), *flags.split(), "--run-dir", str(folder)]))
     return script.load_checkpoint(folder)
 
 
 @pytest.fixture(scope="module")
 def unedited(tmp_path_factory):
-    return train(ppo_continuous_action, tmp_path_factory.mktemp("unedited") / "run", "--no-compile")
+    """The folder of a run of the script as it is."""
+    folder = tmp_path_factory.mktemp("unedited") / "run"
+    train(ppo_continuous_action, folder, "--no-compile --save-model")
+    return folder
 
 
-def begun(script):
-    """The agent as a run of it begins."""
-    args = script.parse_args(FLAGS.split())
+@pytest.fixture(autouse=True)
+def surroundings(unedited, tmp_path, monkeypatch):
+    """What the edits find: a saved policy, and a vector environment to import."""
+    shutil.copy(
+        unedited / "ppo_continuous_action.cleanrl_model", tmp_path / "pretrained.cleanrl_model"
+    )
+    monkeypatch.chdir(tmp_path)
+    module = type(sys)("my_vector")
+    module.MyVectorEnv = Slide
+    monkeypatch.setitem(sys.modules, "my_vector", module)
+
+
+def first_weights(script, folder: Path) -> dict:
+    """Those with which a run in this folder began."""
+    args = script.load_checkpoint(folder)["args"]
+    envs = script.make_envs(args, args.num_envs, {})
     torch.manual_seed(args.seed)
-    return script.Agent(script.make_env(args.env_id), args)
+    return script.Agent(envs, args).state_dict()
 
 
-def check_learned(name: str, script, folder: Path, trained: dict, unedited: dict):
-    """All that should learn has moved, what should not has not, and the policy can be played."""
-    first, final = begun(script).state_dict(), trained["agent"]
-    learning = [key for key, p in script.load(folder)[0].named_parameters() if p.requires_grad]
+def losses(folder: Path, name: str) -> list[float]:
+    return [value for _, value in scalars(folder)[f"losses/{name}"]]
+
+
+def moved(before: dict, after: dict, part: str) -> float:
+    """The largest change of a parameter whose name begins so."""
+    return max(float((after[k] - before[k]).abs().max()) for k in after if k.startswith(part))
+
+
+def check_effect(name: str, script, folder: Path, unedited: Path):
+    """All that should learn has moved, what should not has not, the edit's own effect is there,
+    and the policy can be played."""
+    before = first_weights(script, folder)
+    after = script.load_checkpoint(folder)["agent"]
+    as_ever = script.load_checkpoint(unedited)["agent"]
+    learning = {key for key, p in script.load(folder)[0].named_parameters() if p.requires_grad}
     for key in learning:
-        assert not torch.equal(first[key], final[key]), key
-    for key in final.keys() - set(learning):
-        if name == "frozen-critic" and key.startswith("critic"):
-            assert torch.equal(first[key], final[key]), key
-    added = {"state-deviation": "actor_spread", "auxiliary-loss": "predict", "network": "block"}
-    assert name not in added or any(added[name] in key for key in learning)
-    weight = "actor_logstd"
-    assert not torch.equal(final[weight], unedited["agent"][weight])
+        assert not torch.equal(before[key], after[key]), key
+    frozen = {"frozen-critic": "critic", "rnd-bonus": "rnd_target"}.get(name, "nothing")
+    assert all(torch.equal(before[k], after[k]) for k in after if k.startswith(frozen))
+    assert (frozen in "".join(after)) == (frozen != "nothing")
+    assert name not in ADDED or any(ADDED[name] in key for key in learning)
+    assert not torch.equal(after["actor_logstd"], as_ever["actor_logstd"])
+    if name in ("auxiliary-loss", "second-value-head"):
+        values = losses(folder, {"auxiliary-loss": "prediction_loss"}.get(name, "short_value_loss"))
+        assert values[-1] < 0.8 * values[0]
+    if name == "rnd-bonus":
+        assert losses(folder, "rnd_loss")[-1] < 0.5 * losses(folder, "rnd_loss")[0]
+    if name == "reward-transform":  # each of the 200 rewards of an episode, which are all negative
+        returns = {float(score) for _, score, _ in rows(folder)[1:]}
+        assert returns == {-200.0}
+        # all rewards are alike, so the scaled return is known: 1 / (1 - gamma) in the long run
+        assert after["return_moments.mean"] < -50.0
+    if name == "vector-environment":
+        assert {length for *_, length in rows(folder)[1:]} == {"25"}
     played = script.parse_args(["--evaluate", str(folder), "--eval-episodes", "1"])
     assert np.isfinite(script.evaluate(played)).all()
-    if name == "auxiliary-loss":
-        losses = [value for _, value in scalars(folder)["losses/prediction_loss"]]
-        assert losses[-1] < losses[0]
 
 
 @EDITS
 def test_an_edit_works(name, edited, unedited, tmp_path):
     script = edited(name)
-    trained = train(script, tmp_path / "run", "--no-compile")
-    check_learned(name, script, tmp_path / "run", trained, unedited)
+    train(script, tmp_path / "run", f"--no-compile {MORE.get(name, '')}")
+    check_effect(name, script, tmp_path / "run", unedited)
+
+
+def test_a_bonus_reaches_the_advantages(edited, tmp_path, monkeypatch):
+    """The rewards of every row but those after an episode's end are higher by half the novelty."""
+    script = edited("rnd-bonus")
+    data = []
+    plain = script.update
+    monkeypatch.setattr(script, "update", lambda *a: data.append(a[1]) or plain(*a))
+    scale = []
+    zero = script.Agent.novelty
+    flags = "--total-timesteps 512 --num-steps 256 --no-compile"
+    train(script, tmp_path / "with", flags)
+    monkeypatch.setattr(script.Agent, "novelty", lambda agent, obs: 0.0 * zero(agent, obs))
+    train(script, tmp_path / "without", flags)
+    with_bonus, without = (x.rewards * x.valid for x in data)
+    assert (data[0].obs == data[1].obs).all()
+    agents = [script.load_checkpoint(tmp_path / x)["agent"] for x in ("with", "without")]
+    scale = [float(x["return_moments.var"]) ** 0.5 for x in agents]
+    bonus = with_bonus * scale[0] - without * scale[1]
+    assert (bonus[data[0].valid] > 1e-3).all()
+    assert not bonus[~data[0].valid].any()
+    assert (~data[0].valid).any()
+
+
+@pytest.mark.parametrize("name, actor, critic", [("two-rates", 1, 3), ("pretrained-actor", 0.1, 1)])
+def test_rates(name, actor, critic, edited, tmp_path):
+    """Adam's first step moves a parameter by its rate, whatever the gradient."""
+    script = edited(name)
+    one = "--total-timesteps 256 --num-minibatches 1 --update-epochs 1 --no-compile"
+    train(script, tmp_path / "run", one)
+    before = first_weights(script, tmp_path / "run")
+    after = script.load_checkpoint(tmp_path / "run")["agent"]
+    if name == "pretrained-actor":
+        saved = torch.load("pretrained.cleanrl_model", weights_only=True)
+        assert moved(saved, after, "actor_mean") == pytest.approx(0.1 * 3e-3, rel=0.02)
+        assert moved(before, saved, "actor_mean") > 0.01
+        # the scale of the observations goes on from where it was
+        assert after["obs_moments.count"] == saved["obs_moments.count"] + 256
+    else:
+        assert moved(before, after, "actor_mean") == pytest.approx(actor * 3e-3, rel=0.02)
+    assert moved(before, after, "critic") == pytest.approx(critic * 3e-3, rel=0.02)
 
 
 @pytest.mark.slow
 @EDITS
 def test_an_edit_works_compiled(name, edited, unedited, tmp_path, monkeypatch):
     """To the same numbers as eagerly, to rounding, as long as that stays small."""
-    script, steps = edited(name), []
+    script = edited(name)
+    steps = []
     plain = script.compile_step
     monkeypatch.setattr(script, "compile_step", lambda *a: steps.append(plain(*a)) or steps[-1])
-    short = "--total-timesteps 768 --learning-rate 3e-4"
-    eager = train(script, tmp_path / "eager", f"{short} --no-compile")
-    compiled = train(script, tmp_path / "compiled", f"{short} --compile-from 0")
+    short = f"--total-timesteps 768 --learning-rate 3e-4 {MORE.get(name, '')}"
+    eager = train(script, tmp_path / "eager", f"{short} --no-compile")["agent"]
+    compiled = train(script, tmp_path / "compiled", f"{short} --compile-from 0")["agent"]
     assert [step is script.minibatch_step for step in steps] == [True, False]
-    check_learned(name, script, tmp_path / "compiled", compiled, unedited)
-    before = begun(script).state_dict()
-    for key, value in eager["agent"].items():
-        moved = (value - before[key]).abs().max()
-        off = (compiled["agent"][key] - value).abs().max()
-        assert off <= 0.02 * moved + 1e-6, key
+    before = first_weights(script, tmp_path / "eager")
+    if name == "pretrained-actor":
+        before |= torch.load("pretrained.cleanrl_model", weights_only=True)
+    for key, value in eager.items():
+        assert (compiled[key] - value).abs().max() <= 0.02 * moved(before, eager, key) + 1e-6, key
+    longer = f"{MORE.get(name, '')} --compile-from 0"
+    train(script, tmp_path / "longer", longer)
+    check_effect(name, script, tmp_path / "longer", unedited)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_calls_no_hooks(tmp_path, monkeypatch):
+    """So a hook is an error by name; eagerly it works."""
+    plain = ppo_continuous_action.adam_state
+
+    def hooked(agent):
+        agent.actor_logstd.register_hook(torch.zeros_like)
+        return plain(agent)
+
+    monkeypatch.setattr(ppo_continuous_action, "adam_state", hooked)
+    with pytest.raises(RuntimeError, match="calls no hooks on gradients"):
+        train(ppo_continuous_action, tmp_path / "compiled", "--compile-from 0")
+    final = train(ppo_continuous_action, tmp_path / "eager")["agent"]
+    assert torch.equal(final["actor_logstd"], torch.full((1,), -0.7))
 
 
 def size(name: str) -> tuple[int, int]:
-    """Lines that an edit adds or changes, and places: runs of changed lines. Blank ones and those
-    of a class that is written anew are the researcher's own."""
+    """Lines that an edit adds or changes, and places: runs of changed lines. A class that is
+    written anew is the researcher's own."""
     text = (PATCHES / f"{name}.patch").read_text()
     body = text.split("+++ ", 1)[1].split("\n", 1)[1]
     if name == "network":  # whose class is as long in either script
         body = re.sub(r"\+class Residual.*?\n\+\n\+\n", "", body, flags=re.DOTALL)
-    lines = body.splitlines()
-    marks = "".join(line[0] if line else " " for line in lines)
+    marks = "".join(line[0] if line else " " for line in body.splitlines())
     places = len(re.findall(r"[+-]+", marks))
     return max(marks.count("+"), marks.count("-")), places
 

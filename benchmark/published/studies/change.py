@@ -4,20 +4,20 @@
     change.py --resume RUN          later; or --evaluate RUN
 
 Each change is a patch in changes/. It changes ppo_cma.py if its name begins with cma-,
-ppo_kl_adaptive.py if with coady-, and else ppo_continuous_action.py. In a clone,
-`git apply benchmark/published/studies/changes/NAME.patch` makes it, too.
+ppo_kl_adaptive.py if with coady-, and else ppo_continuous_action.py. The patches and their numbers
+are of the scripts at COMMIT, so the script is read from there.
 """
 
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+COMMIT = "e500984"
 SCRIPTS = {"cma": "ppo_cma.py", "coady": "ppo_kl_adaptive.py"}  # by how a change's name begins
 
 
@@ -34,7 +34,10 @@ def changed(names: str):
         raise SystemExit(f"change.py {names}: not among {', '.join(known)}")
     kept = tempfile.TemporaryDirectory()  # until the program ends, because its text is read again
     folder = Path(kept.name)
-    shutil.copy(HERE.parents[2] / script, folder)
+    text = subprocess.run(["git", "show", f"{COMMIT}:{script}"], cwd=HERE, capture_output=True)
+    if text.returncode:
+        raise SystemExit(f"change.py needs commit {COMMIT}: git fetch --unshallow")
+    (folder / script).write_bytes(text.stdout)
     here = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # git sees no clone above
     for name in names.split("+"):
         subprocess.run(["git", "apply", known[name]], cwd=folder, env=here, check=True)
