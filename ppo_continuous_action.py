@@ -116,10 +116,10 @@ class Args:
             least = 0 if name in ("seed", "compile_from", "env_workers") else 1
             if type(value) is int and value < least:
                 raise ValueError(f"{name} is {value}: at least {least} is needed")
-        if not (0.0 <= self.gamma <= 1.0 and 0.0 <= self.gae_lambda <= 1.0):
-            raise ValueError("gamma and gae_lambda are between 0 and 1")
-        if type(json.loads(self.env_kwargs)) is not dict:
-            raise ValueError("env_kwargs is no JSON object")
+        try:
+            dict(**json.loads(self.env_kwargs))
+        except (TypeError, ValueError):
+            raise ValueError(f"env_kwargs is {self.env_kwargs}: no JSON object") from None
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step) -> dict
     _, logprobs, *_ = agent.get_action_and_value(obs[:-1], actions)
     numpy_values = values.cpu().double().numpy()
     ends = data.terminated, data.truncated
-    advantages = gae(data.rewards, numpy_values, *ends, args.gamma, args.gae_lambda)  # detail 5
+    advantages = gae(data.rewards, numpy_values, *ends, args.gamma, args.gae_lambda)  # (detail 5)
     advantages = torch.tensor(advantages).to(values)
     returns = advantages + values[:-1]
     fields = obs[:-1], actions, logprobs.detach(), advantages, returns, values[:-1]
@@ -471,8 +471,8 @@ def check_actor(agent: Agent, act, obs: np.ndarray, noise: np.ndarray):
     """Raise RuntimeError if `act` and `get_action_and_value` are two policies. For any Gaussian
     log pi(mean) - log pi(mean + std * noise) = |noise|^2 / 2."""
     actions = np.concatenate([act(obs), act(obs, noise)])
-    given = (torch.as_tensor(x, device=agent.unit.device) for x in (np.tile(obs, (2, 1)), actions))
-    _, logprobs, *_ = agent.get_action_and_value(*given)
+    rows = (torch.as_tensor(x, device=agent.unit.device) for x in (np.tile(obs, (2, 1)), actions))
+    _, logprobs, *_ = agent.get_action_and_value(*rows)
     mean, sample = logprobs.cpu().numpy().reshape(2, -1)
     expected = 0.5 * np.square(noise).sum(axis=-1)
     if (np.abs(mean - sample - expected) > 0.01 * (1.0 + expected)).any():
@@ -633,6 +633,7 @@ class WorkerEnvs:
     def __init__(self, args: Args, episodes: list):
         atexit.register(self.close)  # or the interpreter would wait for the workers
         context = multiprocessing.get_context("forkserver")  # imports this file only once
+        context.set_forkserver_preload(["__main__", "gymnasium", "torch.utils.tensorboard", "tyro"])
         self.pipes = []
         for indices in np.array_split(range(args.num_envs), min(args.env_workers, args.num_envs)):
             pipe, worker_pipe = context.Pipe()
@@ -799,12 +800,12 @@ class Run:
         rows = actions, rewards, autoreset
         ended = [(t, *self.episode(i, t + 1, *rows)) for t, i in np.argwhere(autoreset[1:])]
         self.episodes = [self.episode(i, len(steps), *rows) for i in range(len(self.episodes))]
-        for t, _, score, played in ended:
-            self.csv.write(f"{steps[t]},{seconds:.2f},{score},{len(played)}\n")
+        for t, _, score, past_actions in ended:
+            self.csv.write(f"{steps[t]},{seconds:.2f},{score},{len(past_actions)}\n")
             self.last_returns.append(score)
         if ended:
             score = np.mean([score for _, _, score, _ in ended])
-            length = np.mean([len(played) for *_, played in ended])
+            length = np.mean([len(past_actions) for *_, past_actions in ended])
             line = f"global_step={self.global_step}, episodic_return={score:.4f}"
             self.bar.write(f"{line}, episodes={len(ended)}, SPS={self.global_step / seconds:.0f}")
             self.writer.add_scalar("charts/episodic_return", score, self.global_step)
@@ -955,11 +956,11 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
     if args.resume and "iteration" not in checkpoint:
         fail(f"{folder} is of commit e500984 or older, which resumes it; --evaluate works here")
-    if args.resume and args.num_iterations < checkpoint["iteration"]:
-        fail(f"--total-timesteps {args.total_timesteps}: {folder} has trained more")
     for name in ("seed", "num_envs", "num_steps", "log_std_init", "scale_actions"):
         if args.resume and getattr(args, name) != getattr(saved, name):
             fail(f"{name}: {folder} keeps its {getattr(saved, name)}: leave the flag out")
+    if args.resume and args.num_iterations < checkpoint["iteration"]:
+        fail(f"--total-timesteps {args.total_timesteps}: {folder} has trained more")
     for package, needed in (("wandb", args.track), ("moviepy", args.capture_video)):
         if needed and importlib.util.find_spec(package) is None:
             fail(f"{package} is not installed: pip install {package}")
