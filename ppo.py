@@ -153,8 +153,8 @@ class Agent(nn.Module):
         """Action [B, A] (sampled unless given), its log-probability [B], entropy [B] and value [B]:
         choices in A branches, whose numbers add up (MultiDiscrete detail 1)."""
         scores = self.actor(obs[..., : self.dim])
-        if obs.shape[-1] > self.dim:  # a mask of valid choices may follow the observation
-            scores = scores.where(obs[..., self.dim :] > 0, -1e8)
+        if obs.shape[-1] > self.dim:  # a mask may follow: if no choice is valid, all are
+            scores = scores - 1e3 * (obs[..., self.dim :] <= 0)
         logprobs = [part.log_softmax(-1) for part in scores.split(self.choices, dim=-1)]
         if action is None:
             sample = [torch.distributions.Categorical(logits=part).sample() for part in logprobs]
@@ -195,7 +195,7 @@ class Rollout(NamedTuple):
 
 class Batch(NamedTuple):
     obs: torch.Tensor  # [B, D], perhaps followed by a mask
-    actions: torch.Tensor  # [B, branches]
+    actions: torch.Tensor  # [B, A]
     logprobs: torch.Tensor  # [B], before the update
     advantages: torch.Tensor  # [B]
     returns: torch.Tensor  # [B]
@@ -380,7 +380,7 @@ def numpy_scores(agent: Agent):
     def scores(obs: np.ndarray) -> np.ndarray:
         x = score(obs[:, : agent.dim])
         if obs.shape[1] > agent.dim:
-            x = np.where(obs[:, agent.dim :] > 0, x, np.float32(-1e8))
+            x = x - np.float32(1e3) * (obs[:, agent.dim :] <= 0)
         return x
 
     return scores
@@ -540,9 +540,6 @@ class Envs:
         self.episode_numbers = [0] * len(self.envs)
         self.autoreset = np.zeros(len(self.envs), bool)  # [N], the next step begins an episode
         self.masked = masked_space(self.envs[0])
-        choices = branches(self.action_space)
-        self.num_choices = sum(choices)
-        self.starts = np.cumsum([0, *choices[:-1]])
         self.rows = [None] * len(self.envs)
         for i in range(len(self.envs)):
             number, _, actions = episodes[indices[i]] if episodes else (0, 0.0, [])
@@ -556,16 +553,16 @@ class Envs:
         self.episode_numbers[i] = number
         self.autoreset[i] = False
         seed = episode_seed(self.args.seed, self.indices[i], number)
-        self.rows[i] = self.with_mask(i, *self.envs[i].reset(seed=seed))
+        self.rows[i] = self.with_mask(*self.envs[i].reset(seed=seed))
 
     def play(self, i: int, action: np.ndarray):
         """One step of an environment: reward, terminated, truncated."""
         obs, reward, terminated, truncated, info = self.envs[i].step(action)
         self.autoreset[i] = terminated or truncated
-        self.rows[i] = self.with_mask(i, obs, info)
+        self.rows[i] = self.with_mask(obs, info)
         return reward, terminated, truncated
 
-    def with_mask(self, i: int, obs: np.ndarray, info: dict) -> np.ndarray:
+    def with_mask(self, obs: np.ndarray, info: dict) -> np.ndarray:
         """The observation [D] and, if there is one, its mask of valid choices [sum of branches]."""
         mask = info.get("action_mask", info.get("legal_action_mask"))
         if self.masked:
@@ -574,15 +571,10 @@ class Envs:
         obs = np.asarray(obs, np.float32).reshape(self.observation_space.shape)
         if mask is None or not self.args.action_masks:
             return obs
-        mask = np.hstack(mask)
-        if mask.shape != (self.num_choices,):
-            raise ValueError(f"the action mask {mask} is not one of {self.num_choices} choices")
-        if not (self.autoreset[i] or np.add.reduceat(mask > 0, self.starts, dtype=int).all()):
-            raise ValueError(f"the action mask {mask} leaves nothing to choose")
-        return np.concatenate((obs, mask), dtype=np.float32, casting="unsafe")
+        return np.hstack([obs, np.hstack(mask)]).astype(np.float32)
 
     def step(self, actions: np.ndarray):
-        """Take actions [N, branches]: rewards, terminated, truncated [N]."""
+        """Take actions [N, ...]: rewards, terminated, truncated [N]."""
         rewards = np.zeros(len(actions))
         terminated = np.zeros(len(actions), bool)
         truncated = np.zeros(len(actions), bool)
@@ -609,7 +601,7 @@ def worker_loop(pipe, *envs_arguments):
             while True:
                 pipe.send((envs.obs, envs.autoreset, *reply))
                 reply = envs.step(pipe.recv())
-    except (EOFError, BrokenPipeError):
+    except (EOFError, ConnectionError):
         pass  # the main process has closed the pipe, or was killed
     except BaseException as error:
         error.add_note(f"in a worker process: {traceback.format_exc()}")
@@ -621,7 +613,8 @@ class WorkerEnvs:
 
     def __init__(self, args: Args, episodes: list):
         atexit.register(self.close)  # or the interpreter would wait for the workers
-        context = multiprocessing.get_context("forkserver")  # imports this file only once
+        context = multiprocessing.get_context("forkserver")  # imports packages only once
+        context.set_forkserver_preload(["__main__", "gymnasium", "torch.utils.tensorboard", "tyro"])
         self.pipes = []
         for indices in np.array_split(range(args.num_envs), min(args.env_workers, args.num_envs)):
             pipe, worker_pipe = context.Pipe()
@@ -677,17 +670,27 @@ class PoolEnvs:
         self.action_space = self.vector.action_space
         check_spaces(self.space, self.action_space)
         self.observation_space = gym.spaces.flatten_space(self.space)
-        obs, _ = self.vector.reset()
-        self.obs = self.flatten(self.space, obs)  # [N, D]
+        if self.vector.spec.config.max_num_players > 1:
+            raise gym.error.Error("a game of several players")
+        self.action_masks = args.action_masks
+        self.obs = self.with_masks(*self.vector.reset())  # [N, D], perhaps followed by masks
         self.autoreset = np.zeros(num_envs, bool)  # [N], the next step begins an episode
 
     def step(self, actions: np.ndarray):
-        """Take actions [N, branches]: rewards, terminated, truncated [N]."""
+        """Take actions [N, ...]: rewards, terminated, truncated [N]."""
         rows = env_actions(self.action_space, actions)
-        obs, rewards, terminated, truncated, _ = self.vector.step(rows)
-        self.obs = self.flatten(self.space, obs)
+        obs, rewards, terminated, truncated, info = self.vector.step(rows)
+        self.obs = self.with_masks(obs, info)
         self.autoreset = terminated | truncated
         return rewards, terminated, truncated
+
+    def with_masks(self, obs, info: dict) -> np.ndarray:
+        """Observations and, if there are some, masks of valid choices as rows."""
+        masks = obs.get("action_mask") if isinstance(obs, dict) else info.get("legal_action_mask")
+        rows = self.flatten(self.space, obs)
+        if masks is None or not self.action_masks:
+            return rows
+        return np.hstack([rows, np.reshape(masks, (len(rows), -1))]).astype(np.float32)
 
     def flatten(self, space: gym.Space, obs) -> np.ndarray:
         """Observations of a space, perhaps a nested one, as rows [N, D]."""

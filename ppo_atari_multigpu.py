@@ -18,36 +18,34 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
     torchrun --standalone --nproc-per-node=2 ppo_atari_multigpu.py --env-id Pong-v5
     torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 \\
         --max-restarts=3 ppo_atari_multigpu.py --run-dir runs/1 --num-envs 128     # on both nodes
-    python ppo_atari_multigpu.py --resume runs/RUN                          # on any number of them
-    python ppo_atari_multigpu.py --evaluate runs/RUN --capture-video        # play greedily
+    python ppo_atari_multigpu.py --resume runs/RUN     # --evaluate runs/RUN --capture-video plays
 
 The number of processes changes where the work is done, not what is learned. The same command with
 --run-dir goes on where a run was cut off: torchrun's restarts and Slurm's requeue need no more.
 Expect 20 on Pong-v5 and 290 on Breakout-v5 after 4M steps with the flags on its page (raw scores).
 Flags and tags are CleanRL's. Left out on purpose: recurrence, other environments than EnvPool's.
+
+In order: Args, the Agent, the algorithm (gae, ppo_loss, minibatch_step, update), rollout, train.
+After train nothing is PPO: speed, processes, environments, run folder, evaluation, command line.
 """
 
 import contextlib
+import copy
 import fcntl
 import importlib.util
-import itertools
 import json
 import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import sys
 import threading
 import time
-import zipfile
 from collections import deque
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -78,7 +76,6 @@ class Args:
     track: bool = False  # also log to Weights and Biases
     wandb_project_name: str = "ppo"  # project in Weights and Biases
     wandb_entity: str | None = None  # team (entity) in Weights and Biases
-    quiet: bool = False  # print no line per episode
     capture_video: bool = False  # record the evaluation, after training or with --evaluate
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
     run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
@@ -118,154 +115,20 @@ class Args:
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
-        low = {"seed": 0, "num_threads": 0, "env_threads": 0, "local_num_envs": 0}
-        low |= {"minibatch_size": 2, "total_timesteps": self.batch_size}
-        high = {"gamma": 1, "gae_lambda": 1, "num_minibatches": self.num_steps}
-        check(self, low, high)
-        if self.evaluate and self.world_size > 1:
-            raise ValueError("--evaluate plays in one process")
+        minima = {"seed": 0, "num_threads": 0, "env_threads": 0, "local_num_envs": 0}
+        minima["minibatch_size"] = 2  # one advantage can't be normalized
+        for name, value in vars(self).items():
+            least = minima.get(name, 1)
+            if type(value) is int and value < least:
+                raise ValueError(f"{name} is {value}: at least {least} is needed")
+        if not (0.0 <= self.gamma <= 1.0 and 0.0 <= self.gae_lambda <= 1.0):
+            raise ValueError("gamma and gae_lambda are between 0 and 1")
+        if self.num_minibatches > self.num_steps:
+            raise ValueError("num_minibatches: there are fewer steps in each environment")
         if self.num_envs % self.world_size:
-            raise ValueError(f"--num-envs {self.num_envs}: not the same for each process")
-
-
-def fits(value, hint) -> bool:
-    """Whether a value is of a field's type, such as `list[int]` or `Path | None`."""
-    kind = get_origin(hint)
-    parts = get_args(hint)
-    if kind is Literal:
-        return value in parts
-    if kind in (list, tuple):
-        return isinstance(value, kind) and all(isinstance(x, parts[0]) for x in value)
-    if parts:  # a choice
-        return any(fits(value, part) for part in parts)
-    if isinstance(value, bool):  # an int, to Python
-        return hint is bool
-    return isinstance(value, hint) or (hint is float and isinstance(value, int))
-
-
-def check(args, low: dict, high: dict):
-    """Raise ValueError for a value of a wrong type, for a number out of its bounds (by default 1
-    to 1e18, for fractions 0 to 1e18) and for flags that exclude each other."""
-    for name, hint in get_type_hints(type(args)).items():
-        flag = f"--{name.replace('_', '-')}"
-        value = getattr(args, name)
-        if not fits(value, hint):
-            raise ValueError(f"{flag} {value!r}: not of type {hint}")
-        if type(value) in (int, float):
-            fraction = float in (hint, *get_args(hint))
-            least = low.get(name, 0 if fraction else 1)
-            most = high.get(name, 1e18)
-            if not least <= value <= most:
-                raise ValueError(f"{flag} {value}: not in {least} ... {most}")
-    if not args.exp_name:
-        raise ValueError("--exp-name '': a name is needed")
-    if args.resume and (args.run_dir or args.evaluate):
-        raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
-
-
-KEPT = ("seed", "num_envs", "num_steps", "env_id")  # by a resumed run
-
-
-def parse_args(argv: list[str] | None = None) -> Args:
-    """The command line as Args. With --resume or --evaluate the defaults are that run's; so they
-    are with --run-dir, if a run was cut off there, which then goes on."""
-
-    def runs(resume: Path | None = None, evaluate: Path | None = None, run_dir: Path | None = None):
-        begun = False
-        with contextlib.suppress(OSError):  # an impossible name is refused later
-            begun = run_dir and (run_dir / "checkpoint.pt").exists()
-        return resume or evaluate or (begun and run_dir)
-
-    folder, _ = tyro.cli(runs, args=argv, return_unknown_args=True, add_help=False)
-    checkpoint = load_checkpoint(folder) if folder else {}
-    saved = checkpoint.get("args", Args())
-    steps, *_ = checkpoint.get("counters", (0,))
-    args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
-    if folder and args.local_num_envs:  # there may be more or fewer processes than there were
-        args = replace(args, local_num_envs=0, num_envs=saved.num_envs)
-    if folder and folder == args.run_dir:
-        told = folder / "run.json"
-        if told.is_file() and '"status": "finished"' in told.read_text(errors="replace"):
-            fail(f"a finished run is there: --resume {folder} --total-timesteps N goes on with it")
-        args = replace(args, resume=folder, run_dir=None)
-    for name in KEPT:
-        if args.resume and getattr(args, name) != getattr(saved, name):
-            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            fail(f"{flag}: {args.resume} keeps its {getattr(saved, name)}: leave the flag out")
-    if args.resume and args.total_timesteps < min(steps, saved.total_timesteps):
-        fail(f"--total-timesteps {args.total_timesteps}: {args.resume} has trained {steps}")
-    if importlib.util.find_spec("envpool") is None:
-        fail("envpool is not installed: pip install envpool")
-    if args.track and importlib.util.find_spec("wandb") is None:
-        fail("--track: wandb is not installed: pip install wandb")
-    if args.capture_video:  # find out before training what is missing
-        if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
-            fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
-        drawn_envs(args).close()
-    return args
-
-
-def fail(message: str):
-    """Print one line to standard error and exit with code 2."""
-    if RANK > 0:
-        time.sleep(60)  # rank 0 prints it, too, and torchrun then ends all processes
-    print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
-    if dist.is_initialized():  # gloo's threads may abort at exit (pytorch pull request 179291)
-        dist.destroy_process_group()
-    raise SystemExit(2)
-
-
-# --- environments ---------------------------------------------------------------------------------
-def episode_seed(*key: int) -> int:
-    """The reset seed of an episode from (seed, environment, episode): no two runs share one."""
-    return int(np.random.SeedSequence(key).generate_state(1)[0])
-
-
-class Envs:
-    """The Atari games of one process, and the score of each so far. By EnvPool: no-ops at the start
-    (Atari detail 1), every 4th frame as the maximum of two (Atari detail 2), a lost life ends an
-    episode but not the game (Atari detail 3), fire to start (Atari detail 4), 84 x 84 grey pixels
-    (Atari detail 5), rewards clipped to their sign (Atari detail 6), 4 frames (Atari detail 7).
-
-    Autoreset is "next step": the step that ends an episode returns its true last observation; the
-    next one ignores its action and returns a new episode's first observation with reward 0.
-    Games can't be saved: a run resumed at iteration `start` plays new ones, with other seeds.
-    """
-
-    def __init__(self, args: Args, which: slice, start: int = 0, threads: int = 1, **more):
-        import envpool
-
-        name = re.sub(r"^(ALE/)?(\w+?)(NoFrameskip|Deterministic)?-v\d$", r"\2-v5", args.env_id)
-        sticky = 0.25 if args.env_id.startswith("ALE/") or args.env_id.endswith("-v0") else 0.0
-        if envpool.registration.registry.specs.get(name, [None])[0] != "envpool.atari":
-            fail(f"--env-id {args.env_id}: EnvPool has no such Atari game (ids are as Breakout-v5)")
-        numbers = range(args.num_envs)[which]
-        seeds = [episode_seed(args.seed, i, start) % 2**31 for i in numbers]
-        more |= {"episodic_life": True, "reward_clip": True, "repeat_action_probability": sticky}
-        more |= {"num_envs": len(numbers), "num_threads": min(threads, len(numbers))}
-        self.vector = envpool.make(name, env_type="gymnasium", seed=seeds, **more)
-        self.action_space = self.vector.action_space
-        self.obs, _ = self.vector.reset()  # [N, 4, 84, 84], bytes
-        self.over = np.zeros(len(numbers), bool)  # [N], the last step ended an episode
-        self.scores = np.zeros(len(numbers))  # [N], of the game so far, raw
-        self.lengths = np.zeros(len(numbers), int)
-        self.ended = []  # (environment, score, length) of each game that the last step ended
-
-    def step(self, actions: np.ndarray):
-        """Take actions [N]: clipped rewards, terminated, truncated [N]."""
-        self.lengths += ~self.over
-        self.obs, rewards, terminated, truncated, info = self.vector.step(actions)
-        self.over = terminated | truncated
-        self.scores += info["reward"]  # neither clipped nor cut at a lost life
-        games = info["terminated"].astype(bool) | truncated  # whole games, not lost lives
-        episodes = zip(self.scores.tolist(), self.lengths.tolist(), strict=True)
-        self.ended = [(i, *both) for i, both in enumerate(episodes) if games[i]]
-        self.scores[games] = 0.0
-        self.lengths[games] = 0
-        return rewards, terminated, truncated
-
-    def close(self):
-        self.vector.close()
+            raise ValueError(f"num_envs is {self.num_envs}: not the same for each process")
+        if self.evaluate and self.world_size > 1:
+            raise ValueError("evaluate: in one process")
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -279,14 +142,14 @@ def layer_init(layer: nn.Linear, gain: float = math.sqrt(2)) -> nn.Linear:
 class Agent(nn.Module):
     """Policy and value function on one convolutional network (Mnih et al. 2015; Atari detail 8).
 
-    `envs` is anything with gymnasium's action_space (Discrete), single or vectorised; observations
+    `env` is anything with gymnasium's action_space (Discrete), single or vectorised; observations
     are 4 x 84 x 84 bytes, scaled to 0 ... 1 here (Atari detail 9).
     """
 
-    def __init__(self, envs, args: Args | None = None):
+    def __init__(self, env, args: Args | None = None):
         super().__init__()
         self.args = args or Args()
-        actions = int(getattr(envs, "single_action_space", envs.action_space).n)
+        actions = int(getattr(env, "single_action_space", env.action_space).n)
         self.network = nn.Sequential(
             layer_init(nn.Conv2d(4, 32, 8, stride=4)),
             nn.ReLU(),
@@ -325,8 +188,6 @@ class Agent(nn.Module):
         logprob = logprobs.gather(-1, action.unsqueeze(-1)).squeeze(-1)
         return action, logprob, -(logprobs.exp() * logprobs).sum(dim=-1), value
 
-    forward = get_action_and_value
-
     @torch.no_grad()
     def act(self, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
         """Greedy actions [N] at bytes [N, 4, 84, 84] or, given Gumbel noise [N, A], samples."""
@@ -354,7 +215,6 @@ class Rollout(NamedTuple):
     terminated: np.ndarray  # [T, N]
     truncated: np.ndarray  # [T, N]
     valid: np.ndarray  # [T, N], False in the row after an episode's end, whose action was ignored
-    # and whose reward is 0; its observation is the episode's true last one
 
 
 class Batch(NamedTuple):
@@ -367,25 +227,20 @@ class Batch(NamedTuple):
     weights: torch.Tensor  # [B], 1, or 0 for a row that is not learned from
 
 
-METRICS = (
-    "value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm"
-)  # fmt: skip
-
-
-def ppo_loss(agent: Agent, batch: Batch, moments: torch.Tensor, args: Args):
-    """The clipped objective (Schulman et al. 2017, eq. 9), and the METRICS but for grad_norm: of a
-    minibatch with these `advantage_moments`, this process's shares, which add up to the whole."""
-    _, logprob, entropy, value = agent(batch.obs, batch.actions)
+def ppo_loss(agent: Agent, args: Args, batch: Batch, moments: torch.Tensor):
+    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch, and its metrics: shares
+    of this process, which add up. `moments`: mean, deviation, number of its advantages."""
+    _, logprob, entropy, value = agent.get_action_and_value(batch.obs, batch.actions)
     logratio = logprob - batch.logprobs
     ratio = logratio.exp()
-    centre, deviation, total = moments
+    advantage_mean, advantage_std, count = moments
 
     def mean(x: torch.Tensor) -> torch.Tensor:
-        return (batch.weights * x).sum() / total
+        return (batch.weights * x).sum() / count
 
     advantages = batch.advantages
     if args.norm_adv:  # per minibatch (detail 7)
-        advantages = (advantages - centre) / (deviation + 1e-8)
+        advantages = (advantages - advantage_mean) / (advantage_std + 1e-8)
     # clipped surrogate (detail 8)
     clipped = ratio.clamp(1.0 - args.clip_coef, 1.0 + args.clip_coef)
     policy_loss = -mean(torch.min(ratio * advantages, clipped * advantages))
@@ -399,426 +254,277 @@ def ppo_loss(agent: Agent, batch: Batch, moments: torch.Tensor, args: Args):
     entropy = mean(entropy)  # its bonus keeps the policy exploring (detail 10)
     loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
-    old_approx_kl = -mean(logratio)
-    approx_kl = mean(ratio - 1.0 - logratio)
-    clipfrac = mean(((ratio - 1.0).abs() > args.clip_coef).float())
-    return loss, (value_loss, policy_loss, entropy, old_approx_kl, approx_kl, clipfrac)
+    metrics = {"value_loss": value_loss, "policy_loss": policy_loss, "entropy": entropy}
+    metrics |= {"old_approx_kl": -mean(logratio), "approx_kl": mean(ratio - 1.0 - logratio)}
+    return loss, metrics | {"clipfrac": mean(((ratio - 1.0).abs() > args.clip_coef).float())}
 
 
-def trained(agent: Agent) -> dict[str, nn.Parameter]:
-    """The parameters that are trained: those with `requires_grad`."""
-    return {name: p for name, p in agent.named_parameters() if p.requires_grad}
+def minibatch_grad(agent: Agent, args: Args, batch: Batch, moments: torch.Tensor):
+    """Names of the metrics; this process's shares of gradient and metrics, one vector [P + 6]."""
+    loss, metrics = ppo_loss(agent, args, batch, moments)
+    trainable = [p for p in agent.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(loss, trainable, materialize_grads=True)
+    values = torch.stack([*metrics.values()]).detach()
+    return [*metrics], torch.cat([*[grad.flatten() for grad in grads], values])
 
 
-def flat_adam(agent: Agent) -> torch.optim.Adam:
-    """Adam (Kingma & Ba 2015, algorithm 1; eps 1e-5: detail 3) over all trained parameters as one
-    vector [P]. The agent's become views of it: one tensor to add up, clip and step, not many."""
-    agent.vector = nn.utils.parameters_to_vector(trained(agent).values()).detach()
-    nn.utils.vector_to_parameters(agent.vector, trained(agent).values())
-    return torch.optim.Adam([agent.vector], eps=1e-5, fused=True)
+def minibatch_step(agent: Agent, args: Args, batch: Batch, moments, gradient=minibatch_grad):
+    """One step of Adam on a minibatch, with the gradient of all processes; gives metrics."""
+    names, shares = gradient(agent, args, batch, moments)
+    grad, metrics = world_sum(shares).tensor_split([-len(names)])
+    norm = grad.norm(keepdim=True)  # over all parameters (detail 11)
+    grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+    trainable = [p for p in agent.parameters() if p.requires_grad]
+    agent.adam.zero_grad()
+    for p, part in zip(trainable, grad.split([p.numel() for p in trainable]), strict=True):
+        p.grad = part.view_as(p)
+    agent.adam.step()
+    return [*names, "grad_norm"], torch.cat([metrics, norm])
 
 
-def check_views(agent: Agent):
-    """Raise RuntimeError if a parameter was frozen, unfrozen or replaced after `flat_adam`: the
-    optimizer would not follow."""
-    place = 0
-    vector = agent.vector
-    for name, p in agent.named_parameters():
-        inside = p.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
-        if inside != p.requires_grad or (inside and p.storage_offset() != place):
-            raise RuntimeError(f"{name} was frozen, unfrozen or replaced after flat_adam")
-        place += p.numel() if inside else 0
-
-
-def minibatch_grad(agent: Agent, minibatch: Batch, moments: torch.Tensor, args: Args):
-    """This process's share of the gradient [P], followed by that of the METRICS [6]."""
-    loss, metrics = ppo_loss(agent, minibatch, moments, args)
-    grads = torch.autograd.grad(loss, list(trained(agent).values()))
-    return torch.cat([*(grad.flatten() for grad in grads), torch.stack(metrics).detach()])
-
-
-def minibatch_rows(iteration: int, which: slice, args: Args, device="cpu") -> list[list]:
-    """For each epoch and minibatch, its rows [n] of this process's batch [T * N]. Every minibatch
-    has equally many steps of each environment, every epoch each sample once (detail 6). So a
-    minibatch is the same for any number of processes."""
+def minibatch_rows(iteration: int, columns: slice, args: Args, device="cpu") -> list[list]:
+    """For each epoch and minibatch, its rows [M] of this process's batch [B]. Every minibatch has
+    equally many steps of each environment, every epoch each sample once (detail 6). So a minibatch
+    is the same for any number of processes."""
     rng = np.random.default_rng((args.seed, iteration, 1))
     order = rng.random((args.update_epochs, args.num_steps, args.num_envs)).argsort(axis=1)
-    order = order[:, :, which]  # a permutation of T steps in each column
+    order = order[:, :, columns]  # a permutation of T steps in each column
     rows = torch.as_tensor(order * order.shape[2] + np.arange(order.shape[2]), device=device)
     return [[part.flatten() for part in epoch.tensor_split(args.num_minibatches)] for epoch in rows]
 
 
-def advantage_moments(batch: Batch, rows: list[torch.Tensor]) -> torch.Tensor:
-    """Mean and deviation of the advantages in each minibatch, and their number, over all processes:
-    [minibatches, 3]."""
-    x = batch.advantages.double()
-    w = batch.weights.double()
-    sums = torch.stack([torch.stack([w[i].sum(), (w * x)[i].sum()]) for i in rows])
+def world_moments(x: torch.Tensor, weights: torch.Tensor, parts: list) -> torch.Tensor:
+    """Mean, deviation and number of x [B] in parts of the rows, over all processes: [parts, 3]."""
+    x = x.double()
+    w = weights.double()
+    sums = torch.stack([torch.stack([w[i].sum(), (w * x)[i].sum()]) for i in parts])
     count, total = world_sum(sums).unbind(-1)
     mean = total / count.clamp(min=1.0)
-    squares = [(w[i] * (x[i] - m).square()).sum() for i, m in zip(rows, mean, strict=True)]
+    squares = [(w[i] * (x[i] - m).square()).sum() for i, m in zip(parts, mean, strict=True)]
     std = (world_sum(torch.stack(squares)) / (count - 1.0).clamp(min=1.0)).sqrt()
     return torch.stack([mean, std, count.clamp(min=1.0)], dim=-1).float()
 
 
-def update(agent, data: Rollout, iteration: int, rate: float, args: Args, gradient=minibatch_grad):
+def update(agent: Agent, data: Rollout, args: Args, iteration: int, gradient=minibatch_grad):
     """One iteration of learning from a rollout; returns the metrics, averaged over minibatches."""
-    check_views(agent)
-    numbers = data.rewards, data.values.cpu().double().numpy(), data.terminated, data.truncated
-    advantages = gae(*numbers, args.gamma, args.gae_lambda)  # detail 5
-    advantages, weights = (torch.tensor(x).to(data.values) for x in (advantages, data.valid))
     values = data.values[:-1]
-    fields = data.obs, data.actions, data.logprobs, advantages, advantages + values, values, weights
-    batch = Batch(*(x.flatten(0, 1) for x in fields))  # B = T * N
+    numpy_values = data.values.cpu().double().numpy()
+    ends = data.terminated, data.truncated
+    advantages = gae(data.rewards, numpy_values, *ends, args.gamma, args.gae_lambda)  # detail 5
+    advantages = torch.tensor(advantages).to(values)
+    weights = torch.tensor(data.valid).to(values)
+    returns = advantages + values
+    fields = data.obs, data.actions, data.logprobs, advantages, returns, values, weights
+    batch = Batch(*[x.flatten(0, 1) for x in fields])  # [B, ...], B = T * N of this process
 
-    epochs = minibatch_rows(iteration, own_envs(args), args, values.device)
-    moments = advantage_moments(batch, [rows for epoch in epochs for rows in epoch])
-    moments = moments.view(args.update_epochs, args.num_minibatches, 3)
-    enough = (moments[..., 2] >= 2).tolist()  # fewer than two advantages can't be normalized
-    metrics = []  # of each step
-    agent.adam.param_groups[0]["lr"] = torch.tensor(rate, device=values.device)
-    for k, epoch in enumerate(epochs):
-        for j, rows in enumerate(epoch):
-            if not enough[k][j]:
-                continue
-            minibatch = Batch(*(x[rows] for x in batch))
-            shares = gradient(agent, minibatch, moments[k, j], args)
-            grad, share = world_sum(shares).tensor_split([len(agent.vector)])
-            norm = grad.norm(keepdim=True)  # over all parameters (detail 11)
-            agent.vector.grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-            agent.adam.step()
-            metrics.append(torch.cat([share, norm]))
-        if not any(enough[k]):
-            return {}
-        approx_kl = torch.stack(metrics[-sum(enough[k]) :])[:, METRICS.index("approx_kl")]
+    epochs = minibatch_rows(iteration, rank_slice(args), args, values.device)
+    parts = [rows for epoch in epochs for rows in epoch]
+    moments = world_moments(batch.advantages, batch.weights, parts)
+    results = []  # metrics of each step
+    coefficients = as_tensors(args, values.device)
+    agent.adam.param_groups[0]["lr"] = coefficients.learning_rate
+    for epoch in epochs:
+        for rows in epoch:
+            minibatch = Batch(*[x[rows] for x in batch])
+            inputs = minibatch, moments[len(results)]
+            names, result = minibatch_step(agent, coefficients, *inputs, gradient)
+            results.append(result)
+        approx_kl = torch.stack(results[-len(epoch) :])[:, names.index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
-    means = torch.stack(metrics).mean(dim=0).tolist()
-    metrics = {f"losses/{name}": mean for name, mean in zip(METRICS, means, strict=True)}
-    x = torch.stack([batch.returns - batch.values, batch.returns]).double()
-    w = batch.weights.expand_as(x)
-    count, total, squares = world_sum(torch.stack([w, w * x, w * x.square()]).sum(dim=-1))
-    count = count.clamp(min=1.0)
-    unexplained, variance = (squares / count - (total / count).square()).tolist()
-    return metrics | {"losses/explained_variance": 1.0 - unexplained / max(variance, 1e-12)}
+    means = torch.stack(results).mean(dim=0).tolist()
+    metrics = {f"losses/{name}": mean for name, mean in zip(names, means, strict=True)}
+    _, error, _ = world_moments(batch.advantages, batch.weights, [slice(None)])[0]  # of R - V
+    _, scale, _ = world_moments(batch.returns, batch.weights, [slice(None)])[0]  # of R
+    metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-6)).square().item()
+    return metrics
 
 
-# --- rollout --------------------------------------------------------------------------------------
-def start(agent: Agent, envs: Envs, args: Args) -> tuple[dict, Rollout]:
-    """What acting reads, and a rollout to be filled; a CUDA graph wants both to stay in place."""
-    T = args.num_steps
-    N = len(envs.obs)
-    device = agent.vector.device
-    at = {
-        "obs": torch.as_tensor(envs.obs, device=device).clone(),  # [N, 4, 84, 84], bytes
-        "noise": torch.zeros((T, N, len(agent.actor.bias)), device=device),
-        "t": torch.zeros(1, dtype=torch.int64, device=device),  # the rollout's next row
-    }
-    pixels = torch.zeros((T, N, 84, 84, 4), dtype=torch.uint8, device=device)
-    data = Rollout(
-        obs=pixels.permute(0, 1, 4, 2, 3),
-        actions=torch.zeros((T, N), dtype=torch.int64, device=device),
-        logprobs=torch.zeros((T, N), device=device),
-        values=torch.zeros((T + 1, N), device=device),
-        rewards=np.zeros((T, N)),
-        terminated=np.zeros((T, N), bool),
-        truncated=np.zeros((T, N), bool),
-        valid=np.zeros((T, N), bool),
-    )
-    return at, data
+# --- rollout and training -------------------------------------------------------------------------
+class Buffers(NamedTuple):
+    """Tensors on the device that acting reads and writes in place: a CUDA graph can hold it."""
+
+    now: torch.Tensor  # [N, 4, 84, 84], bytes, the present observations
+    noise: torch.Tensor  # [T, N, A], Gumbel's
+    t: torch.Tensor  # [1], the next row of all that follows
+    obs: torch.Tensor  # [T, N, 4, 84, 84], bytes, channels last
+    actions: torch.Tensor  # [T, N]
+    logprobs: torch.Tensor  # [T, N]
+    values: torch.Tensor  # [T + 1, N]
 
 
 @torch.no_grad()
-def acting_step(agent: Agent, at: dict, data: Rollout) -> torch.Tensor:
-    """Actions [N] at the present observations; both become the rollout's next row. All is done in
-    place, on the device, so that a CUDA graph can hold it."""
-    t = at["t"]
-    policy, values = agent.policy(at["obs"])
-    actions = (policy + at["noise"][t].squeeze(0)).argmax(dim=-1)
-    data.obs[t] = at["obs"]
-    data.actions[t] = actions
-    data.logprobs[t] = policy.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-    data.values[t] = values
+def acting_step(agent: Agent, buffers: Buffers) -> torch.Tensor:
+    """Actions [N] at the present observations; both become the rollout's next row."""
+    t = buffers.t
+    policy, values = agent.policy(buffers.now)
+    # the argmax with Gumbel noise is a sample of the policy
+    actions = (policy + buffers.noise[t].squeeze(0)).argmax(dim=-1)
+    buffers.obs[t] = buffers.now
+    buffers.actions[t] = actions
+    buffers.logprobs[t] = policy.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+    buffers.values[t] = values
     t += 1
     return actions
 
 
 @torch.no_grad()
-def rollout(agent, envs: Envs, at: dict, data: Rollout, run: "Run", args: Args, act=acting_step):
-    """Fill the rollout with `num_steps` steps in every environment, going on where the last one
-    stopped (detail 1)."""
-    which = own_envs(args)
-    # Gumbel noise, whose argmax is a sample of the policy; drawn for all environments, wherever
+def rollout(agent: Agent, envs: "Envs", buffers: Buffers, run: "Run", args: Args, act=acting_step):
+    """Take `num_steps` steps in every environment, from where the last ones stopped (detail 1)."""
+    T = args.num_steps
+    N = len(envs.obs)
+    rewards = np.zeros((T, N))  # clipped
+    scores = np.zeros((T + 1, N))  # not clipped
+    terminated = np.zeros((T, N), bool)
+    truncated = np.zeros((T, N), bool)
+    autoreset = np.zeros((T + 1, N), bool)  # rows after an episode's end
+    new_game = np.zeros((T + 1, N), bool)  # the same, but not after a lost life
     rng = np.random.default_rng((args.seed, run.iteration, 0))
-    noise = rng.gumbel(size=(args.num_steps, args.num_envs, len(agent.actor.bias)))[:, which]
-    at["noise"].copy_(torch.as_tensor(noise, dtype=torch.float32))
-    at["t"].zero_()
-    log = np.zeros((4, args.num_steps, args.num_envs))  # valid; a game ended, its score, its length
-    for t in range(args.num_steps):
-        data.valid[t] = ~envs.over
-        actions = act(agent, at, data).cpu().numpy()
-        data.rewards[t], data.terminated[t], data.truncated[t] = envs.step(actions)
-        at["obs"].copy_(torch.as_tensor(envs.obs), non_blocking=True)
-        for i, score, length in envs.ended:
-            log[1:, t, which.start + i] = 1.0, score, length
-    data.values[-1] = agent.get_value(at["obs"])
-    log[0, :, which] = data.valid
-    log = world_sum(torch.as_tensor(log, device=at["t"].device)).cpu().numpy()  # of all processes
-    for counted, ended, scores, lengths in log.swapaxes(0, 1):
-        run.global_step += int(counted.sum())
-        games = np.flatnonzero(ended).tolist()
-        if games and RANK == 0:
-            run.log_episodes([(i, float(scores[i]), int(lengths[i])) for i in games])
+    noise = rng.gumbel(size=(T, args.num_envs, len(agent.actor.bias)))  # for all processes
+    buffers.noise.copy_(torch.as_tensor(noise[:, rank_slice(args)], dtype=torch.float32))
+    buffers.t.zero_()
+    for t in range(T):
+        autoreset[t] = envs.autoreset
+        new_game[t] = envs.new_game
+        actions = act(agent, buffers).cpu().numpy()
+        rewards[t], terminated[t], truncated[t] = envs.step(actions)
+        scores[t] = envs.scores
+        buffers.now.copy_(torch.as_tensor(envs.obs), non_blocking=True)
+    autoreset[T] = envs.autoreset
+    new_game[T] = envs.new_game
+    buffers.values[T] = agent.get_value(buffers.now)
+    run.log_rollout(*world_columns(args, buffers.t.device, scores, autoreset, new_game))
+    acted = buffers.obs, buffers.actions, buffers.logprobs, buffers.values
+    return Rollout(*acted, rewards, terminated, truncated, ~autoreset[:T])
 
 
-# --- run folder, checkpoints, evaluation ----------------------------------------------------------
-class Run:
-    """A run's counters and, in rank 0, its folder and its logs. While it is open, no other
-    process can use the folder."""
-
-    def __init__(self, args: Args, checkpoint: dict):
-        # folders may move, and processes may be more or fewer
-        self.args = replace(args, run_dir=None, resume=None, evaluate=None, local_num_envs=0)
-        self.global_step, self.iteration, seconds, rows = checkpoint.get("counters", (0, 0, 0.0, 0))
-        self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
-        self.start = time.monotonic() - seconds
-        self.status = "failed"  # until training has ended well
-        self.folder = args.resume or args.run_dir
-        if RANK > 0:
-            return
-        try:
-            self.folder = self.folder or new_folder(args)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.new = not any(self.folder.iterdir())
-            refuse_links(self.folder)
-            path = self.folder / "episodes.csv"
-            self.csv = open(path, "a", buffering=1)  # noqa: SIM115
-        except OSError as error:
-            fail(f"no folder for the run: {error}")
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(self.csv)  # if the start fails, close it: the folder is free again
-            try:
-                fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                fail(f"{self.folder}: another process trains in this folder")
-            except OSError as error:  # a file system without locks
-                fail(f"{self.folder}: {error}")
-            if self.new:  # if the start fails, leave nothing
-                undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            if not args.resume and (self.folder / "checkpoint.pt").exists():
-                fail(f"a run is there: --resume {self.folder} goes on with it")
-            # drop the rows after the checkpoint: they will be logged again
-            known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
-            self.csv.truncate(len(b"".join(known)))
-            self.rows = len(known) - 1
-            if not known:
-                self.csv.write("global_step,seconds,return,length\n")
-                self.rows = 0
-            self.wandb = None
-            if args.track:
-                import wandb  # before SummaryWriter, which it patches
-
-                project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-                more = {"config": vars(self.args), "sync_tensorboard": True}
-                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # resumed: the same run
-                self.wandb = wandb.init(name=self.folder.name, **project, **more)
-            self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
-            table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
-            self.writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *table]))
-            self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
-            self.write_json("running")
-            undo.pop_all()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *_):
-        if RANK > 0:
-            return
-        self.bar.close()
-        self.writer.close()
-        if self.wandb:
-            self.wandb.finish()
-        self.write_json(self.status)
-        if kind and self.new and self.global_step == 0:  # failed before a step: leave nothing
-            shutil.rmtree(self.folder, ignore_errors=True)
-        fcntl.flock(self.csv, fcntl.LOCK_UN)  # of a process that was forked meanwhile, too
-        self.csv.close()
-
-    def log_episodes(self, ended: list[tuple[int, float, int]]):
-        """Log the (environment, return, length) of the episodes that one step has ended: a row
-        each, and for TensorBoard, which has one value a step, their mean."""
-        for _, score, length in ended:
-            seconds = time.monotonic() - self.start
-            self.csv.write(f"{self.global_step},{seconds:.2f},{score},{length}\n")
-            if not self.args.quiet:
-                self.bar.write(f"global_step={self.global_step}, episodic_return={score:.4f}")
-            self.returns.append(score)
-        self.rows += len(ended)
-        _, returns, lengths = zip(*ended, strict=True)
-        self.writer.add_scalar("charts/episodic_return", np.mean(returns), self.global_step)
-        self.writer.add_scalar("charts/episodic_length", np.mean(lengths), self.global_step)
-
-    def log(self, metrics: dict[str, float]):
-        self.iteration += 1
-        if RANK > 0:
-            return
-        self.bar.update(self.global_step - self.bar.n)
-        metrics["charts/SPS"] = int(self.global_step / (time.monotonic() - self.start))
-        for tag, value in metrics.items():
-            self.writer.add_scalar(tag, value, self.global_step)
-
-    def final_return(self) -> float | None:
-        """The mean return of the last 100 training episodes, if there is one."""
-        mean = float(np.mean(self.returns)) if self.returns else math.nan
-        return mean if math.isfinite(mean) else None
-
-    def write_json(self, status: str):
-        versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
-        content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
-        content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
-        content["wall_seconds"] = round(time.monotonic() - self.start, 2)
-        content["final_return"] = self.final_return()
-        (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
-
-
-def new_folder(args: Args) -> Path:
-    """Make a new folder below runs/. Two runs that start in one second get two folders."""
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    for k in itertools.count(1):
-        folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return folder
-
-
-def refuse_links(folder: Path):
-    """Exit with one line if a folder has links: through them a run would write elsewhere."""
-    for path in folder.rglob("*"):
-        if path.is_symlink() or (path.is_file() and path.stat().st_nlink > 1):  # hard ones, too
-            fail(f"{path} is a link: a run writes into its own folder alone")
-
-
-def save(run: Run, agent: Agent):
-    """Save all that is needed to continue. The file is renamed when whole: it is never half."""
-    run.writer.flush()
-    state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
-    state["optimizer"] = {"state": agent.adam.state_dict()["state"]}
-    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.rows
-    state |= {"returns": list(run.returns), "wandb": run.wandb and run.wandb.id}
-    torch.save(state, run.folder / "checkpoint.pt.tmp")
-    (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
-
-
-def load_checkpoint(folder: Path) -> dict:
-    """Read what `save` wrote. No code in the file is run."""
-    content = {}
-    path = Path(folder) / "checkpoint.pt"
-    try:
-        if not path.is_file():  # reading a pipe would block
-            raise FileNotFoundError("this is no folder of a run")
-        with zipfile.ZipFile(path) as file:
-            if file.testzip():
-                raise ValueError("it is damaged")
-        content |= torch.load(path, map_location="cpu", weights_only=True)
-        args = Args(**content["args"])
-        step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
-        content["counters"] = int(step), int(iteration), float(seconds), int(rows)
-        content["returns"] = [float(x) for x in content.get("returns", ())]
-        content["played"] = [(int(n), np.atleast_1d(x)) for n, x in content.get("played", ())]
-        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none begun
-        if not all(number >= 0 for number in numbers):
-            raise ValueError(f"its counters are {numbers}")
-    except Exception as error:  # damaged files raise errors of many kinds
-        maker = f", made by {content['script']}" if "script" in content else ""
-        fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
-    module, _, name = args.env_id.rpartition(":")
-    if module != "envpool":  # only the command line may name a module to import
-        args.env_id = name
-    return content | {"args": args}
-
-
-def load(folder: Path, envs=None) -> tuple[Agent, Args]:
-    """The agent saved in a run's folder, for `envs` or a new one of its id, and its arguments."""
-    checkpoint = load_checkpoint(folder)
-    args = checkpoint["args"]
-    made = envs or Envs(args, slice(0, 1))
-    agent = Agent(made, args)
-    if envs is None:
-        made.close()
-    try:
+def train(args: Args | None) -> Path | None:
+    """Train, or go on training; returns the run's folder. All processes get rank 0's arguments."""
+    args, device, threads = join(args)
+    checkpoint = world_checkpoint(args)
+    torch.set_num_threads(args.num_threads or threads)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    start = checkpoint.get("iteration", 0)
+    envs = Envs(args, rank_slice(args), start, args.env_threads or threads)
+    torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
+    agent = Agent(envs, args).to(device)
+    agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # (detail 3)
+    if args.resume:
         agent.load_state_dict(checkpoint["agent"])
-    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        maker = checkpoint.get("script")
-        fail(f"{folder}: its agent, by {maker}, does not fit the environment: {error}")
-    return agent, args
-
-
-def drawn_envs(args: Args) -> Envs:
-    """One game that can draw its frames; exits with one line if they can't."""
-    try:
-        envs = Envs(args, slice(0, 1), render_mode="rgb_array")
-        envs.vector.render(env_ids=[0])
-    except Exception as error:  # whatever EnvPool raises
-        fail(f"--capture-video: {args.env_id} can't be drawn: {error!r}")
-    return envs
-
-
-def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily, then with sampled actions; returns the
-    greedy returns. `capture_video` records the greedy episodes into its videos/."""
-    torch.set_num_threads(args.num_threads or 1)
-    greedy = play(args, "eval")
-    sampled = play(replace(args, capture_video=False), "sampled")
-    for name, returns in (("greedy", greedy), ("sampled", sampled)):
-        print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
-    return greedy
-
-
-def play(args: Args, name: str) -> list[float]:
-    """Returns of `eval_episodes` episodes, printed under this name; "sampled" is not greedy."""
-    played = replace(args, seed=episode_seed(args.seed, 2**31))
-    videos = args.evaluate / "videos"
+        agent.adam.load_state_dict(checkpoint["adam"])
+    copy_from_rank_0(agent)
+    gradient = compile_grad(agent, args)
+    buffers = make_buffers(agent, envs, args)
+    act = Recorded(acting_step) if args.cudagraphs and device.type == "cuda" else acting_step
+    with contextlib.closing(envs), stop_signals() as signals, Run(args, checkpoint) as run:
+        save(run, agent)
+        stopped = False
+        while run.iteration < args.num_iterations and not stopped:
+            remaining = 1.0 - run.iteration / args.num_iterations
+            scheduled = copy.copy(args)  # coefficients that fall are set here, and only here
+            if args.anneal_lr:
+                scheduled.learning_rate *= remaining  # (detail 4)
+            data = rollout(agent, envs, buffers, run, args, act)
+            metrics = update(agent, data, scheduled, run.iteration, gradient)
+            values = {"rewards": data.rewards} | metrics
+            check_finite(run.iteration, values | agent.state_dict())
+            run.log(metrics | {"charts/learning_rate": scheduled.learning_rate})
+            if run.iteration % args.checkpoint_interval == 0:
+                save(run, agent)
+            stopped = world_sum(torch.tensor(len(signals), device=device)) > 0  # of any process
+        save(run, agent)
+    leave()
+    # a line to paste: this interpreter, this file
+    program = [min(x, os.path.relpath(x), key=len) for x in (sys.executable, __file__)]
+    if run.iteration < args.num_iterations:
+        if RANK == 0:
+            print("go on with:", shlex.join([*program, "--resume", str(run.folder)]))
+        raise SystemExit(128 + (signals or [signal.SIGTERM])[0])  # or another process got it
+    if RANK > 0:
+        return None
+    print("play with:", shlex.join([*program, "--evaluate", str(run.folder)]))
+    if args.save_model:
+        torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
     if args.capture_video:
-        refuse_links(args.evaluate)
-        envs = drawn_envs(played)
-        print(f"videos: {videos}")
-    else:
-        envs = Envs(played, slice(0, 1))
-    returns = []
-    frames = []
-    steps = 0  # of the game so far
-    with contextlib.closing(envs):
-        agent, _ = load(args.evaluate, envs)
-        rng = np.random.default_rng(played.seed)
-        while len(returns) < args.eval_episodes:
-            noise = rng.gumbel(size=(1, len(agent.actor.bias))) if name == "sampled" else None
-            envs.step(agent.act(envs.obs, noise))
-            steps += 1
-            if args.capture_video:
-                frames.append(envs.vector.render(env_ids=[0])[0])
-            for _, episodic_return, _ in envs.ended:
-                said = f"{name}_episode={len(returns)}, episodic_return={episodic_return:.2f}"
-                print(said, flush=True)
-                if args.capture_video:
-                    save_frames(frames, videos, len(returns))
-                returns.append(episodic_return)
-                frames = []
-                steps = 0
-            if steps > 100_000:
-                fail("100,000 steps, and the game has no end")
-    return returns
+        evaluate(replace(args, evaluate=run.folder))
+    return run.folder
 
 
-def save_frames(frames: list[np.ndarray], folder: Path, episode: int, **more):
-    """Write frames [H, W, 3] of an episode as a video into a folder."""
-    from gymnasium.utils.save_video import save_video
+# ==== below this line nothing is PPO ==============================================================
+# --- speed ----------------------------------------------------------------------------------------
+def make_buffers(agent: Agent, envs: "Envs", args: Args) -> Buffers:
+    """Buffers for rollouts of these environments."""
+    T = args.num_steps
+    N = len(envs.obs)
+    device = agent.actor.bias.device
+    pixels = torch.zeros((T, N, 84, 84, 4), dtype=torch.uint8, device=device)
+    return Buffers(
+        now=torch.as_tensor(envs.obs, device=device).clone(),
+        noise=torch.zeros((T, N, len(agent.actor.bias)), device=device),
+        t=torch.zeros(1, dtype=torch.int64, device=device),
+        obs=pixels.permute(0, 1, 4, 2, 3),
+        actions=torch.zeros((T, N), dtype=torch.int64, device=device),
+        logprobs=torch.zeros((T, N), device=device),
+        values=torch.zeros((T + 1, N), device=device),
+    )
 
-    options = {"fps": 15, "episode_index": episode, "save_logger": None}
-    save_video(frames, str(folder), lambda _: True, **options, **more)
+
+def as_tensors(args: Args, device: torch.device) -> Args:
+    """Args of one update. Its fractions become tensors, whose changes a compiled step follows, but
+    there no `if` can ask for their values."""
+    args = copy.copy(args)
+    for name, value in vars(args).items():
+        if isinstance(value, float):
+            setattr(args, name, torch.tensor(value, device=device))
+    return args
 
 
-# --- training -------------------------------------------------------------------------------------
+def compile_grad(agent: Agent, args: Args):
+    """`minibatch_grad` compiled, and the agent's policy; as they are, if no compiler works."""
+    if not (args.compile or args.cudagraphs):
+        return minibatch_grad
+    if any(p._backward_hooks for p in agent.parameters()):
+        raise RuntimeError("a compiled step calls no hooks on gradients: --no-compile")
+    options = {"triton.cudagraphs": args.cudagraphs}
+    try:
+        torch.compiler.reset()  # forget what was compiled for another agent
+        torch._dynamo.config.trace_autograd_ops = True
+        torch.compile(lambda x: x + 1)(agent.actor.bias.detach())
+    except Exception as error:  # whatever a missing, old or broken compiler raises
+        if RANK == 0:
+            print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
+        return minibatch_grad
+    agent.policy = torch.compile(agent.policy, fullgraph=True)
+    return torch.compile(minibatch_grad, fullgraph=True, options=options)
+
+
+class Recorded:
+    """A function whose tensors stay where they are, as a CUDA graph: called as it is three times,
+    in which libraries get ready, then recorded, and replayed ever after. A graph holds numbers as
+    they were: it is recorded again when one of Args has changed, or a parameter is frozen."""
+
+    def __init__(self, function):
+        self.function = function
+        self.calls = 0
+        self.key = None  # what the graph holds
+
+    def __call__(self, *arguments):
+        self.calls += 1
+        if self.calls <= 3:
+            return self.function(*arguments)
+        key = [dict(vars(x)) for x in arguments if isinstance(x, Args)]
+        for agent in (x for x in arguments if isinstance(x, Agent)):
+            key += [(p.data_ptr(), p.requires_grad) for p in agent.parameters()]
+        if key != self.key:
+            self.key = key
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.result = self.function(*arguments)
+        self.graph.replay()
+        return self.result
+
+
+# --- processes ------------------------------------------------------------------------------------
 def join(args: Args | None) -> tuple[Args, torch.device, int]:
     """Join torchrun's other processes, if any: rank 0's arguments; this one's device, threads."""
     if "WORLD_SIZE" in os.environ:
@@ -835,29 +541,37 @@ def join(args: Args | None) -> tuple[Args, torch.device, int]:
     if args.world_size > 1:
         more = {"store": store, "rank": RANK, "world_size": args.world_size}
         dist.init_process_group(args.backend or backend, **more)
+    if RANK == 0:
+        print(f"processes: {args.world_size} x {device}")
     return args, device, max(1, cores // neighbours)
 
 
 def meet(args: Args | None) -> tuple[dist.Store, Args]:
     """A store of these processes alone: torchrun's keeps the addresses of those before a restart,
-    https://github.com/pytorch/pytorch/issues/135712. Rank 0 names it and tells its arguments."""
+    https://github.com/pytorch/pytorch/issues/135712. Rank 0 names it and sends its arguments."""
     store, *_ = next(dist.rendezvous("env://"))
-    mine = os.urandom(16).hex()
+    key = os.urandom(16).hex()  # of this process
     if RANK == 0:
-        store.set("named", mine)
-        others = [store.get(f"{mine}/{rank}").decode() for rank in range(1, args.world_size)]
-        for name in (mine, *others):
-            store.set(name, json.dumps([mine, vars(args)], default=str))
-    while not store.check([mine]):  # until rank 0 has answered
-        store.set(f"{store.get('named').decode()}/{RANK}", mine)
+        store.set("rank 0", key)
+        others = [store.get(f"{key}/{rank}").decode() for rank in range(1, args.world_size)]
+        for other in (key, *others):
+            store.set(other, json.dumps([key, vars(args)], default=str))
+    while not store.check([key]):  # until rank 0 has answered
+        store.set(f"{store.get('rank 0').decode()}/{RANK}", key)
         time.sleep(0.05)
-    name, args = json.loads(store.get(mine))
+    name, args = json.loads(store.get(key))
     paths = {key: Path(args[key]) for key in ("run_dir", "resume", "evaluate") if args[key]}
     return dist.PrefixStore(name, store), Args(**args | paths)
 
 
-def own_envs(args: Args) -> slice:
-    """Which of the environments are this process's."""
+def leave():
+    """Leave the other processes. gloo's threads may abort at exit (pytorch pull request 179291)."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank_slice(args: Args) -> slice:
+    """This process's share of the environments."""
     each = args.num_envs // args.world_size
     return slice(RANK * each, (RANK + 1) * each)
 
@@ -869,66 +583,206 @@ def world_sum(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def compile_grad(agent: Agent, args: Args):
-    """`minibatch_grad` compiled, and the agent's policy; as they are, if no compiler works."""
-    if not (args.compile or args.cudagraphs):
-        return minibatch_grad
-    options = {"triton.cudagraphs": args.cudagraphs}
+def world_columns(args: Args, device: torch.device, *arrays: np.ndarray) -> np.ndarray:
+    """Arrays [T, N] of this process's environments as those of all: [arrays, T, --num-envs]."""
+    columns = np.zeros((len(arrays), len(arrays[0]), args.num_envs))
+    columns[:, :, rank_slice(args)] = arrays
+    return world_sum(torch.as_tensor(columns, device=device)).cpu().numpy()
+
+
+def world_checkpoint(args: Args) -> dict:
+    """The checkpoint to resume; rank 0's, as other processes may not see its folder."""
+    checkpoints = [load_checkpoint(args.resume) if args.resume and RANK == 0 else {}]
+    if dist.is_initialized():
+        dist.broadcast_object_list(checkpoints, src=0)
+    return checkpoints[0]
+
+
+def copy_from_rank_0(agent: Agent):
+    """Give all processes the parameters of rank 0."""
+    if dist.is_initialized():
+        for p in agent.parameters():
+            dist.broadcast(p.detach(), src=0)
+
+
+# --- environments ---------------------------------------------------------------------------------
+def episode_seed(*key: int) -> int:
+    """The reset seed of an episode from (seed, environment, episode): no two runs share one."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0])
+
+
+class Envs:
+    """The Atari games of one process. By EnvPool: no-ops at the start (Atari detail 1), every 4th
+    frame as the maximum of two (Atari detail 2), a lost life ends an episode but not the game
+    (Atari detail 3), fire to start (Atari detail 4), 84 x 84 grey pixels (Atari detail 5), rewards
+    clipped to their sign (Atari detail 6), 4 frames (Atari detail 7).
+
+    Autoreset is "next step": the step that ends an episode returns its true last observation; the
+    next one ignores its action and returns a new episode's first observation with reward 0.
+    Games can't be saved: a run resumed at iteration `start` plays new ones, with other seeds.
+    """
+
+    def __init__(self, args: Args, columns: slice, start: int = 0, threads: int = 1, **options):
+        import envpool
+
+        task = re.sub(r"^(ALE/)?(\w+?)(NoFrameskip|Deterministic)?-v\d$", r"\2-v5", args.env_id)
+        sticky = 0.25 if args.env_id.startswith("ALE/") or args.env_id.endswith("-v0") else 0.0
+        if envpool.registration.registry.specs.get(task, [None])[0] != "envpool.atari":
+            fail(f"--env-id {args.env_id}: EnvPool has no such Atari game (ids are as Breakout-v5)")
+        seeds = [episode_seed(args.seed, i, start) % 2**31 for i in range(args.num_envs)[columns]]
+        options |= {"episodic_life": True, "reward_clip": True, "repeat_action_probability": sticky}
+        options |= {"num_envs": len(seeds), "num_threads": min(threads, len(seeds))}
+        self.vector = envpool.make(task, env_type="gymnasium", seed=seeds, **options)
+        self.action_space = self.vector.action_space
+        self.autoreset = np.zeros(len(seeds), bool)  # [N], the next step begins an episode
+        self.new_game = self.autoreset  # [N], the same, but not after a lost life
+        self.scores = np.zeros(len(seeds))  # [N], the last rewards, not clipped
+        self.obs, _ = self.vector.reset()  # [N, 4, 84, 84], bytes
+
+    def step(self, actions: np.ndarray):
+        """Take actions [N]: clipped rewards, terminated, truncated [N]."""
+        self.obs, rewards, terminated, truncated, info = self.vector.step(actions)
+        self.autoreset = terminated | truncated
+        self.scores = info["reward"]
+        self.new_game = info["terminated"].astype(bool) | truncated
+        return rewards, terminated, truncated
+
+    def close(self):
+        self.vector.close()
+
+
+# --- run folder and checkpoints -------------------------------------------------------------------
+class Run:
+    """A run's counters and, in rank 0, its folder and logs. While it is open, no other process can
+    use the folder."""
+
+    def __init__(self, args: Args, checkpoint: dict):
+        # folders may move, and processes may be more or fewer
+        self.args = replace(args, run_dir=None, resume=None, evaluate=None, local_num_envs=0)
+        self.global_step = checkpoint.get("global_step", 0)
+        self.iteration = checkpoint.get("iteration", 0)
+        self.start = time.monotonic() - checkpoint.get("seconds", 0.0)
+        self.last_returns = deque(checkpoint.get("last_returns", []), maxlen=100)
+        self.episodes = [(0.0, 0)] * args.num_envs  # each environment's game so far: score, length
+        if RANK > 0:
+            return
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
+        self.folder = args.resume or args.run_dir or Path("runs") / name
+        self.folder.mkdir(parents=True, exist_ok=self.folder.name != name)
+        self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
+        try:
+            fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"another process trains in {self.folder}")
+        except OSError as error:
+            print(f"{self.folder} is not locked: {error}", file=sys.stderr)
+        if not args.resume and (self.folder / "checkpoint.pt").exists():
+            fail(f"a run is there: --resume {self.folder} goes on with it")
+        # drop the rows after the checkpoint: they will be logged again
+        self.csv.truncate(checkpoint.get("csv_size", 0))
+        if not checkpoint:
+            self.csv.write("global_step,seconds,return,length\n")
+        self.wandb = None
+        if args.track:
+            import wandb  # before SummaryWriter, which it patches
+
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            same_run = {"id": checkpoint.get("wandb"), "resume": "allow"}
+            more = {"config": vars(self.args), "sync_tensorboard": True}
+            self.wandb = wandb.init(name=self.folder.name, **names, **same_run, **more)
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
+        table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
+        self.writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *table]))
+        self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
+        self.bar.write(f"{args.env_id}, {args.num_iterations} iterations, in {self.folder}")
+        self.write_json("running")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        if RANK > 0:
+            return
+        ended = self.iteration == self.args.num_iterations
+        self.write_json("failed" if kind else "finished" if ended else "running")
+        self.bar.close()
+        self.writer.close()
+        if self.wandb:
+            self.wandb.finish()
+        self.csv.close()
+
+    def episode(self, i: int, t: int, scores: np.ndarray, autoreset, new_game):
+        """Score and length of an environment's game before row t of a rollout [T, N]."""
+        begins = np.flatnonzero(new_game[:t, i])  # rows that began a game
+        score, length = (0.0, 0) if len(begins) else self.episodes[i]
+        rows = slice(begins[-1] if len(begins) else 0, t)
+        score += float(scores[rows, i].sum())
+        return score, length + np.count_nonzero(autoreset[rows, i] == 0)
+
+    def log_rollout(self, scores: np.ndarray, autoreset: np.ndarray, new_game: np.ndarray):
+        """Take in a rollout of all processes, [T + 1, N] each: log the games that ended."""
+        if RANK > 0:
+            return
+        seconds = time.monotonic() - self.start
+        steps = self.global_step + np.count_nonzero(autoreset[:-1] == 0, axis=1).cumsum()
+        self.global_step = int(steps[-1])
+        rows = scores, autoreset, new_game
+        ended = [(t, *self.episode(i, t + 1, *rows)) for t, i in np.argwhere(new_game[1:])]
+        self.episodes = [self.episode(i, len(steps), *rows) for i in range(len(self.episodes))]
+        for t, score, length in ended:
+            self.csv.write(f"{steps[t]},{seconds:.2f},{score},{length}\n")
+            self.last_returns.append(score)
+        if ended:
+            score = np.mean([score for _, score, _ in ended])
+            length = np.mean([length for *_, length in ended])
+            line = f"global_step={self.global_step}, episodic_return={score:.4f}"
+            self.bar.write(f"{line}, episodes={len(ended)}, SPS={self.global_step / seconds:.0f}")
+            self.writer.add_scalar("charts/episodic_return", score, self.global_step)
+            self.writer.add_scalar("charts/episodic_length", length, self.global_step)
+
+    def log(self, metrics: dict[str, float]):
+        """Log an iteration."""
+        self.iteration += 1
+        if RANK > 0:
+            return
+        self.bar.update(self.global_step - self.bar.n)
+        metrics["charts/SPS"] = int(self.global_step / (time.monotonic() - self.start))
+        for tag, value in metrics.items():
+            self.writer.add_scalar(tag, value, self.global_step)
+
+    def write_json(self, status: str):
+        content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
+        content |= {"seed": self.args.seed, "global_step": self.global_step}
+        content["versions"] = {x.__name__: x.__version__ for x in (torch, gym, np)}
+        content["wall_seconds"] = round(time.monotonic() - self.start, 2)
+        content["final_return"] = np.mean(self.last_returns) if self.last_returns else None
+        (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def save(run: Run, agent: Agent):
+    """Save all that is needed to continue. The file is renamed when whole: it is never half."""
+    if RANK > 0:
+        return
+    run.writer.flush()
+    state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
+    state |= {"adam": agent.adam.state_dict()}
+    state |= {"global_step": run.global_step, "iteration": run.iteration}
+    state |= {"seconds": time.monotonic() - run.start, "last_returns": list(run.last_returns)}
+    state["csv_size"] = (run.folder / "episodes.csv").stat().st_size
+    state["wandb"] = run.wandb and run.wandb.id
+    torch.save(state, run.folder / "checkpoint.pt.tmp")
+    (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
+
+
+def load_checkpoint(folder: Path) -> dict:
+    """Read what `save` wrote. No code in the file is run."""
     try:
-        torch.compiler.reset()  # forget what was compiled for another agent
-        torch._dynamo.config.trace_autograd_ops = True
-        torch.compile(lambda x: x + 1)(agent.vector)
-    except Exception as error:  # whatever a missing or broken compiler raises
-        if RANK == 0:
-            print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
-        return minibatch_grad
-    agent.policy = torch.compile(agent.policy, fullgraph=True)
-    compiled = torch.compile(minibatch_grad, fullgraph=True, options=options)
-    seen = None
-    given = None
-
-    def gradient(agent: Agent, minibatch: Batch, moments: torch.Tensor, args: Args):
-        nonlocal seen, given
-        if seen != vars(args):
-            seen = dict(vars(args))
-            given = followed(args, moments.device)
-        return compiled(agent, minibatch, moments, given)
-
-    return gradient
-
-
-class Recorded:
-    """A function whose tensors stay where they are, as a CUDA graph: called as it is three times,
-    in which libraries get ready, then recorded, and replayed ever after. A graph holds numbers as
-    they were: it is recorded again when one of Args has changed."""
-
-    def __init__(self, function):
-        self.function = function
-        self.calls = 0
-        self.numbers = None
-
-    def __call__(self, *given):
-        self.calls += 1
-        if self.calls <= 3:
-            return self.function(*given)
-        numbers = [dict(vars(x)) for x in given if isinstance(x, Args)]
-        if numbers != self.numbers:
-            self.numbers = numbers
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.result = self.function(*given)
-        self.graph.replay()
-        return self.result
-
-
-def followed(args: Args, device: torch.device) -> SimpleNamespace:
-    """Args with its fractions as tensors, whose values compiled code reads each time. Of plain
-    numbers it follows only the first change (torch 2.13)."""
-    fractions = {name: x for name, x in vars(args).items() if type(x) is float}
-    tensors = {
-        name: torch.tensor(x, dtype=torch.float64, device=device) for name, x in fractions.items()
-    }
-    return SimpleNamespace(**vars(args) | tensors)
+        path = Path(folder) / "checkpoint.pt"
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        args = Args(**{k: v for k, v in checkpoint["args"].items() if k in Args.__annotations__})
+    except Exception as error:  # damaged files raise errors of many kinds
+        fail(f"{folder}: no checkpoint of this script: {error!r}")
+    return checkpoint | {"args": args}
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -936,13 +790,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """A list of the signals that have come. The first ends training after its iteration, the next
-    acts at once, except under torchrun, which passes on what its processes have got already.
+    """A list of the signals that came. The first ends training after its iteration, the next acts
+    at once, except under torchrun, which passes on what its processes have got already.
     Only the main thread can catch signals; elsewhere the list stays empty."""
-    stop = []
+    received = []
 
     def handler(number, frame):
-        stop.append(number)
+        received.append(number)
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             signal.signal(number, signal.SIG_DFL)
         if RANK == 0:
@@ -951,25 +805,10 @@ def stop_signals():
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number in SIGNALS if main}
     try:
-        yield stop
+        yield received
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-def restore(agent: Agent, checkpoint: dict, folder: Path):
-    """Set the agent and its optimizer to what the checkpoint has."""
-    try:
-        agent.load_state_dict(checkpoint["agent"])
-        saved = {"state": checkpoint["optimizer"]["state"]}  # its settings are the code's
-        agent.adam.load_state_dict(agent.adam.state_dict() | saved)
-        for parameter, state in agent.adam.state.items():
-            for name in ("exp_avg", "exp_avg_sq"):
-                if state[name].shape != parameter.shape:
-                    raise ValueError(f"{name} has shape {tuple(state[name].shape)}")
-                state[name] = torch.empty_like(parameter).copy_(state[name])  # in the same layout
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        fail(f"{folder}: its checkpoint does not fit: {error!r}")
 
 
 def check_finite(iteration: int, values: dict):
@@ -979,79 +818,102 @@ def check_finite(iteration: int, values: dict):
             raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
 
 
-def train(args: Args | None) -> Path | None:
-    """Train, or go on training; returns the run's folder, if rank 0 did not name it alone.
-    Arguments are rank 0's."""
-    args, device, threads = join(args)
-    told = [load_checkpoint(args.resume) if args.resume and RANK == 0 else {}]
-    if args.world_size > 1:
-        dist.broadcast_object_list(told, src=0)  # others may not see the folder
-    (checkpoint,) = told
-    torch.set_num_threads(args.num_threads or threads)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    _, iteration, *_ = checkpoint.get("counters", (0, 0))
-    envs = Envs(args, own_envs(args), iteration, args.env_threads or threads)
+# --- evaluation -----------------------------------------------------------------------------------
+def load(folder: Path, env=None) -> tuple[Agent, Args]:
+    """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
+    checkpoint = load_checkpoint(folder)
+    args = checkpoint["args"]
+    envs = env or Envs(args, slice(0, 1))
+    agent = Agent(envs, args)
+    agent.load_state_dict(checkpoint["agent"])
+    if env is None:
+        envs.close()
+    return agent, args
+
+
+def evaluate(args: Args) -> list[float]:
+    """Play the run in `args.evaluate` greedily, then with sampled actions; returns the greedy
+    returns. `capture_video` records the greedy games into its videos/."""
+    torch.set_num_threads(args.num_threads or 1)
+    seed = episode_seed(args.seed, 2**31)
+    options = {"render_mode": "rgb_array"} if args.capture_video else {}
+    envs = Envs(replace(args, seed=seed), slice(0, 1), **options)
+    rng = np.random.default_rng(seed)
+    returns = {"eval": [], "sampled": []}
     with contextlib.closing(envs):
-        torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-        agent = Agent(envs, args).to(device)
-        agent.adam = flat_adam(agent)
-        if args.resume:
-            restore(agent, checkpoint, args.resume)
-        if args.world_size > 1:
-            dist.broadcast(agent.vector, src=0)
-        gradient = compile_grad(agent, args)
-        at, data = start(agent, envs, args)
-        act = Recorded(acting_step) if args.cudagraphs and device.type == "cuda" else acting_step
-        with stop_signals() as stop, Run(args, checkpoint) as run:
-            if RANK == 0:
-                how = "eager" if gradient is minibatch_grad else "compiled"
-                todo = f"iterations {run.iteration} to {args.num_iterations}, in {run.folder}"
-                run.bar.write(f"{args.env_id} on {args.world_size} x {device}, {how}, {todo}")
-                save(run, agent)
-            stopped = False
-            while run.iteration < args.num_iterations and not stopped:
-                remaining = 1.0 - run.iteration / args.num_iterations if args.anneal_lr else 1.0
-                learning_rate = remaining * args.learning_rate  # annealed (detail 4)
-                rollout(agent, envs, at, data, run, args, act)
-                metrics = update(agent, data, run.iteration, learning_rate, args, gradient)
-                found = {"rewards": data.rewards} | metrics | agent.state_dict()
-                check_finite(run.iteration, found)
-                run.log(metrics | {"charts/learning_rate": learning_rate})
-                if RANK == 0 and run.iteration % args.checkpoint_interval == 0:
-                    save(run, agent)
-                stopped = world_sum(torch.tensor(len(stop), device=device))  # of all processes
-            if RANK == 0:
-                save(run, agent)
-            run.status = "running" if run.iteration < args.num_iterations else "finished"
-    if args.world_size > 1:
-        dist.destroy_process_group()
-    return finish(run, agent, stop)
+        agent, _ = load(args.evaluate, envs)
+        for name, done in returns.items():
+            score = 0.0
+            frames = []
+            while len(done) < args.eval_episodes:
+                noise = rng.gumbel(size=(1, len(agent.actor.bias))) if name == "sampled" else None
+                envs.step(agent.act(envs.obs, noise))
+                score += float(envs.scores[0])
+                if args.capture_video and name == "eval":
+                    frames.append(envs.vector.render(env_ids=[0])[0])
+                if envs.new_game[0]:
+                    print(f"{name}_episode={len(done)}, episodic_return={score:.2f}")
+                    save_frames(frames, args.evaluate / "videos", len(done))
+                    done.append(score)
+                    score = 0.0
+                    frames = []
+            print(f"{name}, {len(done)} episodes: {np.mean(done):.2f} +- {np.std(done):.2f}")
+    return returns["eval"]
 
 
-def finish(run: Run, agent: Agent, stop: list[int]) -> Path | None:
-    """Print how to go on or to play; save the weights and record a video, if asked to."""
-    # where it is imported, as in a notebook, the file itself
-    program = sys.argv[0] if __name__ == "__main__" else os.path.relpath(__file__)
-    script = f"python {shlex.quote(program)}"
-    folder = shlex.quote(str(run.folder))
-    if run.status == "running":
-        if RANK == 0:
-            print(f"go on with: {script} --resume {folder}")
-        raise SystemExit(128 + (stop or [signal.SIGTERM])[0])  # or another process was stopped
+def save_frames(frames: list[np.ndarray], folder: Path, episode: int):
+    """Write the frames [H, W, 3] of an episode, if there are any, as a video into a folder."""
+    if frames:
+        from gymnasium.utils.save_video import save_video
+
+        options = {"fps": 15, "episode_index": episode, "save_logger": None}
+        save_video(frames, str(folder), lambda _: True, **options)
+
+
+# --- command line ---------------------------------------------------------------------------------
+def parse_args(argv: list[str] | None = None) -> Args:
+    """The command line as Args. With --resume or --evaluate the defaults are that run's; so they
+    are with --run-dir, if a run was cut off there, which then goes on."""
+
+    def run_folder(
+        resume: Path | None = None, evaluate: Path | None = None, run_dir: Path | None = None
+    ):
+        cut_off = run_dir and (run_dir / "checkpoint.pt").exists()
+        return resume or evaluate or (run_dir if cut_off else None)
+
+    folder, _ = tyro.cli(run_folder, args=argv, return_unknown_args=True, add_help=False)
+    checkpoint = load_checkpoint(folder) if folder else {}
+    saved = checkpoint.get("args", Args())
+    args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
+    if folder and args.local_num_envs:  # there may be more or fewer processes than there were
+        args = replace(args, local_num_envs=0, num_envs=saved.num_envs)
+    if folder and folder == args.run_dir:
+        if '"status": "finished"' in (folder / "run.json").read_text():
+            fail(f"a finished run is there: --resume {folder} --total-timesteps N goes on with it")
+        args = replace(args, resume=folder, run_dir=None)
+    if args.resume and "iteration" not in checkpoint:
+        fail(f"{folder} is of commit e500984 or older, which resumes it; --evaluate works here")
+    if args.resume and args.num_iterations < checkpoint["iteration"]:
+        fail(f"--total-timesteps {args.total_timesteps}: {folder} has trained more")
+    for name in ("seed", "num_envs", "num_steps", "env_id"):
+        if args.resume and getattr(args, name) != getattr(saved, name):
+            fail(f"{name}: {folder} keeps its {getattr(saved, name)}: leave the flag out")
+    packages = (("envpool", True), ("wandb", args.track), ("moviepy", args.capture_video))
+    for package, needed in packages:
+        if needed and importlib.util.find_spec(package) is None:
+            fail(f"{package} is not installed: pip install {package}")
+    return args
+
+
+def fail(message: str):
+    """Print one line to standard error and exit with code 2."""
     if RANK > 0:
-        return run.folder
-    final = run.final_return()
-    print(f"return {final} over the last 100 episodes; play: {script} --evaluate {folder}")
-    if run.args.save_model:
-        name = f"{Path(run.args.exp_name).name}.cleanrl_model"
-        torch.save(agent.state_dict(), run.folder / name)
-    if run.args.capture_video:
-        evaluate(replace(run.args, evaluate=run.folder))
-    return run.folder
+        time.sleep(60)  # rank 0 prints it, too, and torchrun then ends all processes
+    print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
+    leave()
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):  # a terminal may not know all letters
-        stream.reconfigure(errors="backslashreplace")
     args = parse_args() if RANK == 0 or {"-h", "--help"} & {*sys.argv} else None
     evaluate(args) if args and args.evaluate else train(args)

@@ -132,7 +132,7 @@ class RunningMoments(nn.Module):
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
-    def update(self, x: np.ndarray):
+    def update(self, x: np.ndarray | torch.Tensor):
         """Take in a batch [B, *shape]."""
         for start in range(0, len(x), 4096):
             part = torch.as_tensor(x[start : start + 4096], device=self.mean.device).double()
@@ -593,7 +593,7 @@ class Envs:
         self.obs[i] = np.reshape(obs, self.observation_space.shape)  # no other shape is broadcast
 
     def step(self, actions: np.ndarray):
-        """Take actions [N, A]: rewards, terminated, truncated [N]."""
+        """Take actions [N, ...]: rewards, terminated, truncated [N]."""
         rewards = np.zeros(len(actions))
         terminated = np.zeros(len(actions), bool)
         truncated = np.zeros(len(actions), bool)
@@ -620,7 +620,7 @@ def worker_loop(pipe, *envs_arguments):
             while True:
                 pipe.send((envs.obs, envs.autoreset, *reply))
                 reply = envs.step(pipe.recv())
-    except (EOFError, BrokenPipeError):
+    except (EOFError, ConnectionError):
         pass  # the main process has closed the pipe, or was killed
     except BaseException as error:
         error.add_note(f"in a worker process: {traceback.format_exc()}")
@@ -632,7 +632,7 @@ class WorkerEnvs:
 
     def __init__(self, args: Args, episodes: list):
         atexit.register(self.close)  # or the interpreter would wait for the workers
-        context = multiprocessing.get_context("forkserver")  # imports this file only once
+        context = multiprocessing.get_context("forkserver")  # imports packages only once
         context.set_forkserver_preload(["__main__", "gymnasium", "torch.utils.tensorboard", "tyro"])
         self.pipes = []
         for indices in np.array_split(range(args.num_envs), min(args.env_workers, args.num_envs)):
@@ -694,7 +694,7 @@ class PoolEnvs:
         self.autoreset = np.zeros(num_envs, bool)  # [N], the next step begins an episode
 
     def step(self, actions: np.ndarray):
-        """Take actions [N, A]: rewards, terminated, truncated [N]."""
+        """Take actions [N, ...]: rewards, terminated, truncated [N]."""
         rows = env_actions(self.action_space, actions)
         obs, rewards, terminated, truncated, _ = self.vector.step(rows)
         self.obs = self.flatten(self.space, obs)

@@ -16,46 +16,43 @@ Coady 2017, "AI Gym Workout", after Schulman et al. 2017 (https://arxiv.org/abs/
     4. D > 2 d: beta *= 1.5; D < d / 2: beta /= 1.5; at its limits the learning rate moves, too
     5. fit the value function to R of this batch and of the one before
 
-    python ppo_kl_adaptive.py --env-id Hopper-v4                    # train, 1M steps
-    python ppo_kl_adaptive.py HalfCheetah-v4 -n 3000 -b 5           # the original's command line
-    python ppo_kl_adaptive.py --resume runs/RUN                     # go on where it stopped
-    python ppo_kl_adaptive.py --evaluate runs/RUN --capture-video   # play it greedily
+    python ppo_kl_adaptive.py  # --resume runs/RUN goes on, --evaluate runs/RUN plays
+    python ppo_kl_adaptive.py HalfCheetah-v4 -n 3000 -b 5  # the original's command line
 
 This is `--servo coady`. `schulman` is the PPO paper's: beta doubles at D > 1.5 d, halves at D < d /
 1.5, no more; with `fixed` it stays. `learning-rate` is what rl_games and RSL-RL call adaptive: the
 clipped loss, no penalty, and after each step, D > 2 d: rate / 1.5, D < d / 2: rate * 1.5.
 
 Expect 2,600 on Hopper-v4 after 1.5M steps (one seed of three falls back to 500) and 900 to 2,600 on
-HalfCheetah-v4 after 1M, in three to five minutes per 1M steps on one CPU core (README.md: others).
-Left out on purpose: pixels, recurrence, several or mixed action branches.
+HalfCheetah-v4 after 1M; 1M steps take three to five minutes on one CPU core. Left out on purpose:
+pixels, recurrence, several or mixed action branches, EnvPool, a compiled step.
+
+In order: Args, the Agent, the algorithm (gae, Servo, ppo_loss, update), rollout, train. After train
+nothing is PPO: speed, environments, run folder, evaluation, command line.
 """
 
 import atexit
 import contextlib
 import copy
 import fcntl
+import functools
 import importlib.util
-import io
 import itertools
 import json
 import math
 import multiprocessing
 import os
 import random
-import re
 import shlex
-import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
-import zipfile
 from collections import deque
-from dataclasses import dataclass, field, replace
-from importlib import metadata
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -77,7 +74,6 @@ class Args:
     track: bool = False  # also log to Weights and Biases
     wandb_project_name: str = "ppo"  # project in Weights and Biases
     wandb_entity: str | None = None  # team (entity) in Weights and Biases
-    quiet: bool = False  # print no line per episode
     capture_video: bool = False  # record the evaluation, after training or with --evaluate
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
     run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
@@ -87,10 +83,10 @@ class Args:
     checkpoint_interval: int = 10  # iterations between checkpoints
 
     # Environments
-    env_id: Annotated[str, arg(aliases=["--env-name"])] = "Hopper-v4"  # gymnasium's, dm_control/...
+    env_id: Annotated[str, arg(aliases=["--env-name"])] = "Hopper-v4"  # or module:Id, dm_control/Id
     env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
-    env_workers: int = 0  # processes that step the environments; 0: the main process
     num_envs: int = 1  # environments played side by side; their whole episodes are pooled
+    env_workers: int = 0  # processes for the environments; 0: the main process
 
     # Algorithm
     total_timesteps: int = 1_000_000  # steps of the whole run; the last iteration may overshoot
@@ -112,337 +108,16 @@ class Args:
 
     def __post_init__(self):
         """Raise ValueError, which tyro shows, for wrong arguments."""
-        low = {"learning_rate": 1e-9, "value_learning_rate": 1e-9, "kl_targ": 1e-9, "seed": 0}
-        low |= {"num_episodes": 0, "policy_logvar": -20, "env_workers": 0}
-        high = {"gamma": 1, "gae_lambda": 1, "policy_logvar": 20}
-        high |= {"num_envs": self.episodes_per_batch, "env_workers": max(self.num_envs, 0)}
-        check(self, low, high)
-        if self.env_id.startswith("envpool:"):
-            raise ValueError(f"--env-id {self.env_id}: EnvPool's play no whole episodes")
-
-
-def check(args, low: dict, high: dict):
-    """Raise ValueError for a value of a wrong type, for a number out of its bounds (by default 1
-    to 1e18, for fractions 0 to 1e18) and for flags that exclude each other."""
-    for name, hint in get_type_hints(type(args)).items():
-        flag = f"--{name.replace('_', '-')}"
-        value = getattr(args, name)
-        kinds = get_args(hint) or (hint,)  # types, or the values of a Literal
-        types = tuple(kind for kind in kinds if isinstance(kind, type))
-        whole = float in kinds and isinstance(value, int)
-        truth = isinstance(value, bool) and bool not in kinds  # an int, to Python
-        if truth or not (isinstance(value, types) or value in kinds or whole):
-            raise ValueError(f"{flag} {value!r}: not of type {hint}")
-        if type(value) in (int, float):
-            least = low.get(name, 0 if float in kinds else 1)
-            most = high.get(name, 1e18)
-            if not least <= value <= most:
-                raise ValueError(f"{flag} {value}: not in {least} ... {most}")
-    if not args.exp_name:
-        raise ValueError("--exp-name '': a name is needed")
-    try:
-        dict(**json.loads(args.env_kwargs))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"--env-kwargs {args.env_kwargs}: no JSON object: {error}") from None
-    if args.resume and (args.run_dir or args.evaluate):
-        raise ValueError("--resume goes on in its folder: not with --run-dir or --evaluate")
-
-
-KEPT = ("seed", "num_envs", "policy_logvar", "beta")  # by a resumed run
-
-
-def parse_args(argv: list[str] | None = None) -> Args:
-    """The command line as Args. With --resume or --evaluate the defaults are that run's."""
-    argv = sys.argv[1:] if argv is None else argv
-    if argv and not argv[0].startswith("-"):  # the original's environment name
-        argv = ["--env-id", *argv]
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
-
-    def given(resume: Path | None = None, evaluate: Path | None = None):
-        return resume or evaluate
-
-    folder, _ = tyro.cli(given, args=argv, return_unknown_args=True, add_help=False)
-    checkpoint = load_checkpoint(folder) if folder else {}
-    saved = checkpoint.get("args", Args())
-    steps, *_ = checkpoint.get("counters", (0,))
-    args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
-    for name in KEPT:
-        if args.resume and getattr(args, name) != getattr(saved, name):
-            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            fail(f"{flag}: {args.resume} keeps its {getattr(saved, name)}: leave the flag out")
-    if args.resume and args.total_timesteps < min(steps, saved.total_timesteps):
-        fail(f"--total-timesteps {args.total_timesteps}: {args.resume} has trained {steps}")
-    if args.track and importlib.util.find_spec("wandb") is None:
-        fail("--track: wandb is not installed: pip install wandb")
-    if args.capture_video:  # find out before training what is missing
-        if importlib.util.find_spec("moviepy") is None or metadata.version("moviepy") < "2":
-            fail("--capture-video: moviepy 2 is not installed: pip install 'moviepy>=2'")
-        drawn_env(args).close()
-    return args
-
-
-def fail(message: str):
-    """Print one line to standard error and exit with code 2."""
-    print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-# --- environments ---------------------------------------------------------------------------------
-def make_env(env_id: str, /, **options) -> gym.Env:
-    """A gymnasium environment with flat observations; exits with one line if it can't be made."""
-    gym.logger.min_level = gym.logger.ERROR  # no warning that v4 ids are old
-    module = "shimmy:" if env_id.startswith("dm_control/") else ""
-    try:
-        env = gym.make(f"{module}{env_id}", **{"disable_env_checker": True} | options)
-        with contextlib.ExitStack() as refused:
-            refused.callback(env.close)
-            check_spaces(env_id, env.observation_space, env.action_space)
-            refused.pop_all()
-    except Exception as error:  # whatever gymnasium or the environment's own code raises
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"raised in {place.filename}, line {place.lineno}"
-        fail(f"--env-id {env_id}: {error!r}, {where}; your own: module:Id; arguments: --env-kwargs")
-    space = env.observation_space
-    return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
-
-
-# Spaces that flatten to a fixed number of numbers
-VECTORS = (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
-
-
-def leaves(space: gym.Space) -> list[gym.Space]:
-    """The spaces inside a Dict or Tuple, nested ones too. Any other space is its own one leaf."""
-    if not isinstance(space, gym.spaces.Dict | gym.spaces.Tuple):
-        return [space]
-    parts = space.values() if isinstance(space, gym.spaces.Dict) else space
-    return [leaf for part in parts for leaf in leaves(part)]
-
-
-def check_spaces(env_id: str, space: gym.Space, actions: gym.Space):
-    """Exit with one line if this script can't learn with these spaces."""
-    pixels = any(leaf.dtype == np.uint8 and len(leaf.shape) > 1 for leaf in leaves(space))
-    vector = all(isinstance(leaf, VECTORS) for leaf in leaves(space)) and not pixels
-    if not vector or not 1 <= gym.spaces.flatdim(space) <= 20_000:
-        hint = "observations are no vector (MiniGrid: a Flat wrapper); pixels: ppo_pixels.py"
-        fail(f"--env-id {env_id}: {space}: {hint}")
-    if not isinstance(actions, gym.spaces.Box | gym.spaces.Discrete):
-        hint = "a Box or Discrete of actions is needed; several choices: ppo.py"
-        fail(f"--env-id {env_id}: {actions}: {hint}")
-
-
-def episode_seed(*key: int) -> int:
-    """The reset seed of an episode from (seed, environment, episode): no two runs share one."""
-    return int(np.random.SeedSequence(key).generate_state(1)[0])
-
-
-def seed_others(seed: int):
-    """Seed the global generators. Most environments have their own, `np_random`, a few do not."""
-    random.seed(seed)
-    np.random.seed(seed)
-
-
-def to_env(space: gym.Space, actions: np.ndarray) -> np.ndarray:
-    """Choices [N], counted from 0, or actions [N, A] in a space's shape, type and count. They are
-    as they were drawn, perhaps beyond a box; only whole numbers are cut at its bounds."""
-    if isinstance(space, gym.spaces.Discrete):
-        return (actions + space.start).astype(space.dtype)
-    shaped = actions.reshape(-1, *space.shape)
-    if space.dtype.kind in "iu":
-        shaped = np.rint(np.minimum(np.maximum(shaped, space.low), space.high))
-    return shaped.astype(space.dtype)
-
-
-class Envs:
-    """N environments in this process, stepped one after the other. Every episode has its own seed.
-
-    Whole episodes are played: the step of an environment whose episode is over ignores its action
-    and begins the next one, with reward 0.
-    """
-
-    def __init__(self, envs: list[gym.Env], args: Args, numbers=(0,), played=None):
-        self.envs = envs
-        self.args = args
-        self.numbers = list(numbers)
-        self.observation_space = envs[0].observation_space
-        self.action_space = envs[0].action_space
-        self.episodes = [episode for episode, _ in played or [(-1, ())] * len(envs)]
-        self.rewards = [[] for _ in envs]
-        self.obs = np.zeros((len(envs), *self.observation_space.shape), np.float32)  # [N, D]
-        self.over = np.ones(len(envs), bool)  # [N], no episode is running
-        self.lengths = np.zeros(len(envs), int)  # [N], steps of the episode so far
-        self.ended = []  # (environment, return, length) of each episode that the last step ended
-
-    def reset(self, i: int):
-        """Begin the next episode of an environment."""
-        self.episodes[i] += 1
-        self.rewards[i] = []
-        self.over[i] = False
-        self.lengths[i] = 0
-        seed = episode_seed(self.args.seed, self.numbers[i], self.episodes[i])
-        seed_others(seed)
-        obs, _ = self.envs[i].reset(seed=seed)
-        self.obs[i] = np.asarray(obs).reshape(self.observation_space.shape)
-
-    def play(self, i: int, shaped: np.ndarray):
-        """One step of an environment: reward, terminated, truncated."""
-        rewards = self.rewards[i]
-        obs, reward, terminated, truncated, _ = self.envs[i].step(shaped)
-        try:
-            rewards.append(float(np.asarray(reward).item()))
-            over = bool(terminated or truncated)
-        except (TypeError, ValueError):  # an array or None instead of one number
-            what = f"reward {reward}, terminated {terminated}, truncated {truncated}"
-            hint = "one of each is needed (several rewards: a wrapper that weighs them)"
-            raise ValueError(f"{self.args.env_id}: {what}: {hint}") from None
-        self.obs[i] = np.asarray(obs).reshape(self.observation_space.shape)
-        self.over[i] = over
-        self.lengths[i] = len(rewards)
-        if over:
-            self.ended.append((self.numbers[i], math.fsum(rewards), len(rewards)))
-        elif len(rewards) > 100_000:
-            hint = """max_episode_steps, --env-kwargs '{"max_episode_steps": 1000}'"""
-            raise TimeoutError(f"100,000 steps, no end: whole episodes need {hint}")
-        return rewards[-1], bool(terminated), bool(truncated)
-
-    def step(self, actions: np.ndarray, going: np.ndarray):
-        """Take actions [N, A] or choices [N] in the environments that are `going` [N]: rewards,
-        terminated, truncated [N]."""
-        rewards = [0.0] * len(actions)  # lists are filled faster than arrays
-        terminated = [False] * len(actions)
-        truncated = [False] * len(actions)
-        self.ended = []
-        shaped = to_env(self.action_space, actions)
-        for i in going.nonzero()[0].tolist():
-            if self.over[i]:
-                self.reset(i)
-            else:
-                rewards[i], terminated[i], truncated[i] = self.play(i, shaped[i])
-        return rewards, terminated, truncated
-
-    def shown(self) -> dict[str, np.ndarray]:
-        """What the rollout sees of the environments, [N, ...] each."""
-        return {"obs": self.obs, "over": self.over, "lengths": self.lengths}
-
-    def played(self) -> list[tuple[int, np.ndarray]]:
-        """The number of each environment's last episode; no actions: between iterations none runs,
-        so that none has to be replayed."""
-        return [(episode, np.zeros(0)) for episode in self.episodes]
-
-    def close(self):
-        for env in self.envs:
-            try:
-                env.close()
-            except Exception as error:  # the others are closed all the same
-                print(f"closing {self.args.env_id}: {error!r}", file=sys.stderr)
-
-
-def work(pipe, args: Args, numbers: list[int], played: list | None):
-    """A worker process: it does what its pipe says with its environments, until the pipe ends."""
-    for number in SIGNALS:  # the main process decides when to stop
-        signal.signal(number, signal.SIG_IGN)
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):  # all would print the same warnings
-            envs = own_envs(args, numbers, played)
-        if 0 in numbers:
-            sys.stderr.write(said.getvalue())
-        with contextlib.closing(envs):
-            result = envs.observation_space, envs.action_space
-            while True:
-                pipe.send((envs.shown(), envs.ended, result))
-                method, *given = pipe.recv()
-                result = getattr(envs, method)(*given)
-    except BaseException as error:
-        told = isinstance(error, SystemExit) and said.getvalue()
-        with contextlib.suppress(OSError):  # the main process may be gone
-            pipe.send(SystemExit(told) if told else RuntimeError(traceback.format_exc()))
-
-
-class WorkerEnvs:
-    """Like Envs, with the environments in worker processes. The results are the same bits."""
-
-    def __init__(self, args: Args, played: list | None):
-        self.workers = []
-        atexit.register(self.close)  # or the interpreter would wait for the workers
-        context = multiprocessing.get_context("spawn")
-        for numbers in np.array_split(range(args.num_envs), args.env_workers):
-            ours, theirs = context.Pipe()
-            share = [played[i] for i in numbers] if played else None
-            process = context.Process(target=work, args=(theirs, args, numbers.tolist(), share))
-            process.start()
-            theirs.close()
-            self.workers.append((process, ours, slice(numbers[0], numbers[-1] + 1)))
-        self.observation_space, self.action_space = self.receive()[0]
-
-    def receive(self) -> list:
-        """What each worker answers. The observations of all become this object's."""
-        replies = []
-        for process, pipe, _ in self.workers:
-            try:
-                replies.append(pipe.recv())
-            except (EOFError, ConnectionResetError):
-                process.join(1)
-                why = f"a process of --env-workers was killed (exit code {process.exitcode})"
-                replies.append(RuntimeError(f"{why}: not enough memory?"))
-            if isinstance(replies[-1], SystemExit):  # the worker exited with a message
-                self.close()
-                sys.stderr.write(str(replies[-1]))
-                raise SystemExit(2)
-            if isinstance(replies[-1], Exception):
-                self.close()
-                raise replies[-1]
-        shown, ended, results = zip(*replies, strict=True)
-        for name in shown[0]:  # obs, over and so on, [N, ...] each
-            setattr(self, name, np.concatenate([part[name] for part in shown]))
-        self.ended = [*itertools.chain(*ended)]
-        return results
-
-    def call(self, method: str, *rows: np.ndarray) -> list:
-        """Call a method of `Envs` in each worker, with its share of the rows [N, ...]."""
-        for _, pipe, share in self.workers:
-            with contextlib.suppress(BrokenPipeError):  # `receive` says why
-                pipe.send((method, *[each[share] for each in rows]))
-        return self.receive()
-
-    def step(self, *rows: np.ndarray):
-        """`Envs.step`: rewards, terminated, truncated [N]."""
-        return [np.concatenate(parts) for parts in zip(*self.call("step", *rows), strict=True)]
-
-    def played(self) -> list[tuple[int, np.ndarray]]:
-        """`Envs.played` of all workers."""
-        return [*itertools.chain(*self.call("played"))]
-
-    def close(self):
-        for _, pipe, _ in self.workers:
-            pipe.close()
-        for process, _, _ in self.workers:
-            process.join(5)
-            process.kill()  # if an environment hangs
-        self.workers = []
-
-
-def own_envs(args: Args, numbers, played: list | None) -> Envs:
-    options = json.loads(args.env_kwargs)
-    envs = []
-    with contextlib.ExitStack() as made:  # closed, if one can't be made or can't begin
-        for number in numbers:
-            seed_others(episode_seed(args.seed, number))
-            envs.append(make_env(args.env_id, **options))
-            made.callback(envs[-1].close)
-        begun = Envs(envs, args, numbers, played)
-        made.pop_all()
-    return begun
-
-
-def make_envs(args: Args, num_envs: int, checkpoint: dict | None = None):
-    """Environments in this process or in workers, whose next episodes follow the checkpoint's."""
-    played = checkpoint["played"] if checkpoint else None
-    if checkpoint and len(played) != num_envs:
-        fail(f"{args.resume}: its checkpoint is of {len(played)} environments, not {num_envs}")
-    if args.env_workers and num_envs > 1:
-        return WorkerEnvs(args, played)
-    return own_envs(args, range(num_envs), played)
+        for name, value in vars(self).items():
+            least = 0 if name in ("seed", "env_workers", "num_episodes") else 1
+            if type(value) is int and value < least:
+                raise ValueError(f"{name} is {value}: at least {least} is needed")
+        if self.num_envs > self.episodes_per_batch:
+            raise ValueError("num_envs is more than episodes_per_batch: some would never play")
+        if not (0.0 <= self.gamma <= 1.0 and 0.0 <= self.gae_lambda <= 1.0):
+            raise ValueError("gamma and gae_lambda are between 0 and 1")
+        if type(json.loads(self.env_kwargs)) is not dict:
+            raise ValueError("env_kwargs is no JSON object")
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -455,7 +130,7 @@ class RunningMoments(nn.Module):
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
-    def update(self, x: np.ndarray):
+    def update(self, x: np.ndarray | torch.Tensor):
         """Take in a batch [B, *shape]."""
         for start in range(0, len(x), 4096):
             part = torch.as_tensor(x[start : start + 4096], device=self.mean.device).double()
@@ -481,12 +156,12 @@ class Gaussian(NamedTuple):
         change = self.logvar - new.logvar
         return 0.5 * (squares + change.exp() - change - 1.0).sum(-1)
 
-    def entropy(self) -> torch.Tensor:
+    def entropy(self) -> torch.Tensor:  # [B]
         return 0.5 * (self.logvar + math.log(2.0 * math.pi * math.e)).sum(-1)
 
 
 class Categorical(NamedTuple):
-    logprobs: torch.Tensor  # [B, n]
+    logprobs: torch.Tensor  # [B, A], of A choices
 
     def log_prob(self, actions: torch.Tensor) -> torch.Tensor:  # [B]
         return self.logprobs.gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
@@ -494,20 +169,15 @@ class Categorical(NamedTuple):
     def kl(self, new: "Categorical") -> torch.Tensor:  # KL(self || new) [B]
         return (self.logprobs.exp() * (self.logprobs - new.logprobs)).sum(-1)
 
-    def entropy(self) -> torch.Tensor:
+    def entropy(self) -> torch.Tensor:  # [B]
         return -(self.logprobs.exp() * self.logprobs).sum(-1)
 
 
-def second_units(inputs: int, hid1_mult: int, third: int) -> int:
-    """Units of the second hidden layer, by which the learning rates are chosen, too."""
-    return math.isqrt(hid1_mult * inputs * third)
-
-
 def mlp(inputs: int, hid1_mult: int, third: int, outputs: int) -> nn.Sequential:
-    """Three layers of tanh units, the second of the geometric mean of the others' numbers, and a
+    """Three layers of tanh units, the second of the geometric mean of the others' sizes, and a
     linear one; weights ~ N(0, 1 / fan-in) in all, biases 0."""
     first = hid1_mult * inputs
-    sizes = inputs, first, second_units(inputs, hid1_mult, third), third, outputs
+    sizes = inputs, first, math.isqrt(first * third), third, outputs
     layers = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
     for layer in layers:
         nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
@@ -515,68 +185,32 @@ def mlp(inputs: int, hid1_mult: int, third: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(*[module for layer in layers for module in (layer, nn.Tanh())][:-1])
 
 
-@torch.no_grad()
-def as_numpy(network: nn.Module, scale=1.0, shift=0.0):
-    """scale * network(x) + shift, with the present weights, as a function of arrays x [N, D].
-    Linear layers and tanh run in numpy, which is faster for few rows; others run in torch."""
-    scale, shift = (torch.as_tensor(x).cpu() for x in (scale, shift))
-    if type(network) is nn.Sequential:
-        *hidden, last = network
-        steps = [np.tanh if type(layer) is nn.Tanh else as_numpy(layer) for layer in hidden]
-        steps.append(as_numpy(last, scale, shift))
-
-        def function(x: np.ndarray) -> np.ndarray:
-            for step in steps:
-                x = step(x)
-            return x
-
-        return function
-    if type(network) is nn.Linear and network.bias is not None:
-        weight = (network.weight.cpu() * scale[..., None]).numpy().T
-        bias = (network.bias.cpu() * scale + shift).numpy()
-        return lambda x: x @ weight + bias
-    module = copy.deepcopy(network).cpu().requires_grad_(False)
-    return lambda x: (module(torch.from_numpy(x)) * scale + shift).numpy()
-
-
 class Agent(nn.Module):
-    """Networks, scale of observations, optimisers and servo: all that is needed to act and to learn
-    in environments with the spaces of `env`. `time` is the number of an episode's steps so far."""
+    """Policy and value function for environments with the spaces of `env`. Both see the time: the
+    number of an episode's steps so far."""
 
     def __init__(self, env, args: Args | None = None):
         super().__init__()
         args = args or Args()
         space = env.action_space
         (dim,) = env.observation_space.shape
+        self.space = space
         self.discrete = isinstance(space, gym.spaces.Discrete)
-        self.action_shape = space.shape
         self.outputs = int(space.n) if self.discrete else math.prod(space.shape)
         self.actor = mlp(dim + 1, args.hid1_mult, 10 * self.outputs, self.outputs)
         self.critic = mlp(dim + 1, args.hid1_mult, 5, 1)
-        groups = [{"params": self.actor.parameters(), "speed": 1}]
         if not self.discrete:
-            # the original's is the sum of `speed` equal parameters, and Adam moves each as far
             self.actor_logvar = nn.Parameter(torch.full((self.outputs,), args.policy_logvar))
-            groups.append({"params": [self.actor_logvar], "speed": 100 * self.outputs // 48})
-        units = second_units(dim + 1, args.hid1_mult, 10 * self.outputs)
-        value_units = second_units(dim + 1, args.hid1_mult, 5)
-        rate = args.learning_rate or 9e-4 / math.sqrt(units)
-        value_rate = args.value_learning_rate or 1e-2 / math.sqrt(value_units)
-        value_adam = torch.optim.Adam(self.critic.parameters(), value_rate, fused=True)
-        policy_adam = torch.optim.Adam(groups, rate, fused=True)
-        self.optimizers = {"policy": policy_adam, "value": value_adam}
         self.obs_moments = RunningMoments((dim,))
-        self.obs_moments.var.zero_()  # before the warm-up observations are divided by 0.3
+        self.obs_moments.var.zero_()  # so the first episodes' observations are divided by 0.3
+        flags = {"kl_targ": args.kl_targ, "beta": args.beta}
+        flags = {name: value for name, value in flags.items() if value is not None}
+        self.servo = Servo(**PRESETS[args.servo] | flags)
         self.replay = ()  # features [B, D + 1] and returns [B] of the batch before
-        self.servo = Servo(**PRESETS[args.servo])
-        if args.kl_targ is not None:
-            self.servo.kl_targ = args.kl_targ
-        if args.beta is not None:
-            self.servo.beta = args.beta
         self.rng = np.random.default_rng(args.seed)  # draws actions and minibatches
 
     def features(self, obs: torch.Tensor, time) -> torch.Tensor:
-        """Raw observations [..., D] less their mean, over 3 (deviation + 0.1), and time [...]."""
+        """Observations [..., D] less their mean, over 3 (deviation + 0.1), and time [...]."""
         scaled = (obs - self.obs_moments.mean) / (3.0 * (self.obs_moments.var.sqrt() + 0.1))
         time = 0.001 * torch.as_tensor(time, device=obs.device).expand(obs.shape[:-1])
         return torch.cat([scaled, time.unsqueeze(-1)], dim=-1).float()
@@ -586,98 +220,31 @@ class Agent(nn.Module):
         output = self.actor(features)
         if self.discrete:
             return Categorical(output.log_softmax(dim=-1))
+        # a copy: Adam changes the parameter in place
         return Gaussian(output, self.actor_logvar.expand_as(output).clone())
 
     def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor | None = None, time=0):
-        """Action (sampled unless given), its log-probability [B], entropy [B] and value [B] at raw
-        observations [B, D], `time` steps into their episodes."""
+        """Action [B, A] or choice [B] (sampled unless given), its log-probability [B], entropy [B]
+        and value [B] at observations [B, D] and time [B]."""
         features = self.features(obs, time)
         policy = self.policy(features)
         value = self.critic(features).squeeze(-1)
         if action is None:
-            sample = self.numpy_actor()(obs.float().cpu().numpy(), self.noise(len(obs)), time)
+            sample = numpy_actor(self)(obs.float().cpu().numpy(), self.noise(len(obs)), time)
             action = torch.as_tensor(sample, device=obs.device)
         return action, policy.log_prob(action), policy.entropy(), value
 
-    @torch.no_grad()
-    def numpy_policy(self):
-        """The policy as it is now, as a function of raw observations [N, D] and time [N]: means and
-        deviation or, for choices, logits and 1. `check_actor` compares it with `policy` once a
-        rollout."""
-        moments = self.obs_moments
-        shift = moments.mean.float().cpu().numpy()
-        scale = (1.0 / (3.0 * (moments.var.sqrt() + 0.1))).float().cpu().numpy()
-        logvar = torch.zeros(()) if self.discrete else self.actor_logvar
-        std = (0.5 * logvar).exp().cpu().numpy()
-        output = as_numpy(self.actor)
-
-        def policy(obs: np.ndarray, time=0):
-            x = np.empty((len(obs), len(shift) + 1), np.float32)
-            x[:, :-1] = (obs - shift) * scale
-            x[:, -1] = 0.001 * np.asarray(time)
-            return output(x), std
-
-        return policy
-
-    def numpy_actor(self):
-        """`act` with the present weights, for rows [N, D] and, of a Box, noise [N, A]."""
-        policy = self.numpy_policy()
-
-        def act(obs: np.ndarray, noise: np.ndarray | None = None, time=0) -> np.ndarray:
-            x, std = policy(obs, time)
-            x = x if noise is None else x + std * noise
-            return x.argmax(axis=-1) if self.discrete else x
-
-        return act
-
     def act(self, obs: np.ndarray, noise: np.ndarray | None = None, time=0) -> np.ndarray:
-        """Actions [N, ...] at raw observations [N, D] and time [N], or one time for all: the means
-        or likeliest ones or, given `noise(N)`, samples. They may lie beyond the box."""
-        actions = self.numpy_actor()(np.asarray(obs, np.float32), noise, time)
-        return actions.reshape(-1, *self.action_shape)
+        """Mean or likeliest actions [N, ...] at observations [N, D] and time [N], or one time for
+        all; given `noise(N)`, samples. Not clipped."""
+        actions = numpy_actor(self)(np.asarray(obs, np.float32), noise, time)
+        return env_actions(self.space, actions)
 
-    def noise(self, num: int) -> np.ndarray:
-        """Noise for `num` actions; for choices Gumbel's, so that the argmax is a sample."""
+    def noise(self, *shape: int) -> np.ndarray:
+        """Noise for `shape` actions; for choices Gumbel's, so that the argmax is a sample."""
         if self.discrete:
-            return self.rng.gumbel(size=(num, self.outputs)).astype(np.float32)
-        return self.rng.standard_normal((num, self.outputs), np.float32)
-
-
-def load_adam(adam: torch.optim.Adam, state: dict):
-    """Set what an optimizer has gathered; its settings stay those of the code."""
-    parameters = [p for group in adam.param_groups for p in group["params"]]
-    for number, gathered in state.items():
-        for name in gathered.keys() - {"step"}:
-            x = gathered[name]
-            if x.shape != parameters[number].shape:
-                raise ValueError(f"{name} of parameter {number} has shape {tuple(x.shape)}")
-            gathered[name] = torch.empty_like(parameters[number]).copy_(x)  # in the same layout
-    adam.load_state_dict(adam.state_dict() | {"state": state})
-
-
-def check_learned(agent: nn.Module, *optimizers: torch.optim.Adam):
-    """Raise RuntimeError for a parameter of no optimizer: it was made or replaced after them."""
-    known = {p for adam in optimizers for group in adam.param_groups for p in group["params"]}
-    for name, p in agent.named_parameters():
-        if p.requires_grad and p not in known:
-            raise RuntimeError(f"{name} is in no optimizer: it would never be learned")
-
-
-@torch.no_grad()
-def check_actor(agent: Agent, obs: np.ndarray, time: np.ndarray):
-    """Raise RuntimeError if `numpy_policy` is not the learning policy, at observations [B, D] and
-    times [B]."""
-    device = agent.obs_moments.mean.device
-    acting = agent.numpy_policy()(obs, time)
-    output, std = (torch.as_tensor(x, device=device) for x in acting)
-    given = (torch.as_tensor(x, device=device) for x in (obs, time))
-    learned = agent.policy(agent.features(*given))
-    acting = Gaussian(output, 2.0 * std.log().expand_as(output))
-    if agent.discrete:
-        acting = Categorical(output.log_softmax(dim=-1))
-    for acts, learns in zip(acting, learned, strict=True):
-        if ((acts - learns).abs() > 1e-3 * (1.0 + learns.abs())).any():
-            raise RuntimeError("numpy_policy acts by another policy than `policy` learns")
+            return self.rng.gumbel(size=(*shape, self.outputs)).astype(np.float32)
+        return self.rng.standard_normal((*shape, self.outputs), np.float32)
 
 
 # --- algorithm ------------------------------------------------------------------------------------
@@ -692,22 +259,28 @@ def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float)
 
 
 class Rollout(NamedTuple):
-    obs: np.ndarray  # [T + 1, E, D], raw, of E whole episodes, the longest of T steps
-    actions: np.ndarray  # [T, E, A] or [T, E], as sampled
-    rewards: np.ndarray  # [T, E]
-    lengths: np.ndarray  # [E], steps; beyond them all is 0 and means nothing
-    terminated: np.ndarray  # [E], at the last step
-    truncated: np.ndarray  # [E], at the last step
+    obs: np.ndarray  # [T + 1, N, D], raw
+    time: np.ndarray  # [T + 1, N], steps of the episode so far
+    actions: np.ndarray  # [T, N, A] or, of choices, [T, N]
+    rewards: np.ndarray  # [T, N]
+    terminated: np.ndarray  # [T, N]
+    truncated: np.ndarray  # [T, N]
+    valid: np.ndarray  # [T, N], False after an episode's end and where an environment waits
 
-    @property
-    def valid(self) -> np.ndarray:  # [T, E]
-        return np.arange(len(self.rewards))[:, None] < self.lengths
+
+class Batch(NamedTuple):
+    features: torch.Tensor  # [B, D + 1]
+    actions: torch.Tensor  # [B, A] or, of choices, [B]
+    policy: Gaussian | Categorical  # before the update
+    logprobs: torch.Tensor  # [B], before the update
+    advantages: torch.Tensor  # [B]
+    returns: torch.Tensor  # [B]
 
 
 @dataclass
 class Servo:
     """Keeps the KL of each update near kl_targ, by the weight of the penalty, beta, or by the
-    learning rate. The numbers here are Coady's; PRESETS has those of others."""
+    learning rate. The defaults are Coady's."""
 
     kl_targ: float = 0.003  # d
     beta: float = 1.0
@@ -749,422 +322,575 @@ RATE = FIXED | {"beta": 0.0, "tolerance": 2.0, "clip_coef": 0.2, "lr_servo": "wi
 PRESETS = {"coady": {}, "schulman": PAPER, "fixed": FIXED, "learning-rate": RATE}
 
 
-def advantages_and_returns(data: Rollout, values: np.ndarray, args: Args):
-    """Advantages and targets of the value function [T, E], given values [T + 1, E]. The value after
-    an episode's last step is 0, unless a time limit is to bootstrap."""
-    rewards = data.rewards * (1.0 - args.gamma if args.gamma < 0.999 else 1.0)
-    last = np.arange(1, len(values))[:, None] == data.lengths
-    zero_after = data.terminated | (data.truncated & (not args.bootstrap_truncation))
-    advantages = gae(rewards, values, last & zero_after, last, args.gamma, args.gae_lambda)
-    if args.lambda_returns:
-        return advantages, advantages + values[:-1]
-    # discounted sums of rewards: the GAE at lambda = 1 of values that are 0 but after the end
-    after = np.where(np.arange(len(values))[:, None] == data.lengths, values, 0.0)
-    return advantages, gae(rewards, after, last & zero_after, last, args.gamma, 1.0)
-
-
-def policy_loss(policy, old, old_logprobs, actions, advantages, servo: Servo):
-    """The penalised objective, -E[r A] alone, the mean KL(old || new) and the mean entropy."""
-    ratio = (policy.log_prob(actions) - old_logprobs).exp()
-    surrogate = ratio * advantages
+def ppo_loss(agent: Agent, batch: Batch):
+    """The penalized objective (Schulman et al. 2017, eq. 8; the hinge is Heess et al.'s) of a batch
+    [B, ...], and its metrics."""
+    policy = agent.policy(batch.features)
+    servo = agent.servo
+    ratio = (policy.log_prob(batch.actions) - batch.logprobs).exp()
+    gain = ratio * batch.advantages
+    surrogate = gain
     if servo.clip_coef:
         clipped = ratio.clamp(1.0 - servo.clip_coef, 1.0 + servo.clip_coef)
-        surrogate = torch.min(surrogate, clipped * advantages)
-    kl = old.kl(policy).mean()
+        surrogate = torch.min(gain, clipped * batch.advantages)
+    kl = batch.policy.kl(policy).mean()
     hinge = (kl - 2.0 * servo.kl_targ).clamp(min=0.0).square()
     loss = -surrogate.mean() + servo.beta * kl + servo.hinge_coef * hinge
-    return loss, -(ratio * advantages).mean(), kl, policy.entropy().mean()
+    return loss, {"policy_loss": -gain.mean(), "kl": kl, "entropy": policy.entropy().mean()}
 
 
-def fit_policy(agent: Agent, features, actions, advantages, args: Args) -> dict[str, float]:
-    """Up to `update_epochs` passes over the batch [B, ...], the early stop, and the servo."""
+def advantages_and_returns(data: Rollout, values: np.ndarray, args: Args):
+    """Advantages and targets of the value function [T, N], given values [T + 1, N]. The value after
+    an episode's last step is 0, unless a time limit is to bootstrap."""
+    rewards = data.rewards * (1.0 - args.gamma if args.gamma < 0.999 else 1.0)
+    terminated = data.terminated
+    if not args.bootstrap_truncation:
+        terminated = terminated | data.truncated
+    # discounted sums of rewards: the GAE at lambda = 1 of values that are 0 but after a time limit
+    last_values = np.zeros_like(values)
+    last_values[1:] = np.where(data.truncated, values[1:], 0.0)
+    both = np.stack([values, last_values], axis=-1)  # [T + 1, N, 2]
+    arrays = rewards, terminated, data.truncated
+    rewards, terminated, truncated = (x[..., None] for x in arrays)
+    lambdas = np.array([args.gae_lambda, 1.0])
+    sums = gae(rewards, both, terminated, truncated, args.gamma, lambdas)  # [T, N, 2]
+    advantages = sums[..., 0]
+    return advantages, advantages + values[:-1] if args.lambda_returns else sums[..., 1]
+
+
+def optimizers(agent: Agent, args: Args) -> tuple[torch.optim.Adam, torch.optim.Adam]:
+    """Adam of all parameters but the critic's, and Adam of the critic's. Coady's rates depend on
+    the second layers' units."""
+    policy_rate = args.learning_rate
+    if policy_rate is None:
+        policy_rate = 9e-4 / math.sqrt(agent.actor[2].out_features)
+    value_rate = args.value_learning_rate
+    if value_rate is None:
+        value_rate = 1e-2 / math.sqrt(agent.critic[2].out_features)
+    critic = [*agent.critic.parameters()]
+    logvar = [] if agent.discrete else [agent.actor_logvar]
+    others = [p for p in agent.parameters() if p not in {*critic, *logvar}]
+    # the original's log variance is the sum of `speed` equal parameters, and Adam moves each as far
+    groups = [{"params": others, "speed": 1}]
+    groups.append({"params": logvar, "speed": 100 * agent.outputs // 48})
+    policy_adam = torch.optim.Adam(groups, policy_rate, eps=1e-8, fused=True)
+    return policy_adam, torch.optim.Adam(critic, value_rate, eps=1e-8, fused=True)
+
+
+def fit_policy(agent: Agent, batch: Batch, args: Args) -> dict[str, float]:
+    """Up to `update_epochs` passes over the batch, a step of Adam each, and the servo."""
     servo = agent.servo
-    servo.kl_targ = args.kl_targ or servo.kl_targ
-    adam = agent.optimizers["policy"]
-    rate = args.learning_rate or adam.defaults["lr"]
-    with torch.no_grad():
-        old = agent.policy(features)
-        old_logprobs = old.log_prob(actions)
+    adam = agent.policy_adam
+    rate = adam.defaults["lr"]
     for epoch in range(args.update_epochs + 1):
         # the loss that the next step descends also measures what the last one did
-        given = old, old_logprobs, actions, advantages, servo
-        loss, *measured = policy_loss(agent.policy(features), *given)
-        surrogate, kl, entropy = torch.stack(measured).tolist()
-        servo.adapt_rate(kl, rate)
-        if epoch == args.update_epochs or kl > servo.early_stop * servo.kl_targ:
+        loss, metrics = ppo_loss(agent, batch)
+        means = torch.stack([*metrics.values()]).tolist()
+        metrics = dict(zip(metrics, means, strict=True))
+        servo.adapt_rate(metrics["kl"], rate)
+        if epoch == args.update_epochs or metrics["kl"] > servo.early_stop * servo.kl_targ:
             break
         for group in adam.param_groups:
             group["lr"] = rate * servo.lr_multiplier * group["speed"]
         adam.zero_grad()
         loss.backward()
         adam.step()
-    servo.adapt(kl)
-    metrics = {"losses/policy_loss": surrogate, "losses/kl": kl, "losses/entropy": entropy}
-    metrics |= {"charts/lr_multiplier": servo.lr_multiplier, "charts/policy_passes": epoch}
-    return metrics | {"charts/learning_rate": rate * servo.lr_multiplier, "charts/beta": servo.beta}
+    servo.adapt(metrics["kl"])
+    charts = {"learning_rate": rate * servo.lr_multiplier, "lr_multiplier": servo.lr_multiplier}
+    charts |= {"beta": servo.beta, "policy_passes": epoch}
+    metrics = {f"losses/{name}": mean for name, mean in metrics.items()}
+    return metrics | {f"charts/{name}": value for name, value in charts.items()}
 
 
-def fit_value(agent: Agent, features, returns, args: Args):
-    """Fit the value function to returns [B] at features [B, D + 1] and to the batch before, whose
-    features and returns stay as they were; then keep this batch in its place."""
-    adam = agent.optimizers["value"]
-    for group in adam.param_groups:
-        group["lr"] = args.value_learning_rate or adam.defaults["lr"]
-    inputs = features
-    targets = returns
-    if agent.replay:
-        inputs, targets = map(torch.cat, zip((features, returns), agent.replay, strict=True))
+def fit_value(agent: Agent, batch: Batch, args: Args):
+    """Fit the value function to the returns of this batch and of the one before, whose features and
+    returns stay as they were; then keep this batch in its place."""
+    adam = agent.value_adam
+    features = batch.features
+    returns = batch.returns
     # minibatches of 256 to 511; a pass shuffles all, but stops after as many as this batch has
-    batches = max(len(returns) // 256, 1)
-    width = len(returns) // batches
+    num_minibatches = max(len(returns) // 256, 1)
+    width = len(returns) // num_minibatches
+    if agent.replay:
+        features = torch.cat([features, agent.replay[0]])
+        returns = torch.cat([returns, agent.replay[1]])
     for _ in range(args.value_epochs):
-        order = torch.as_tensor(agent.rng.permutation(len(targets)), device=targets.device)
-        for rows in order[: batches * width].split(width):
-            loss = (agent.critic(inputs[rows]).squeeze(-1) - targets[rows]).square().mean()
+        order = torch.as_tensor(agent.rng.permutation(len(returns)), device=returns.device)
+        for rows in order[: num_minibatches * width].split(width):
+            loss = (agent.critic(features[rows]).squeeze(-1) - returns[rows]).square().mean()
             adam.zero_grad()
             loss.backward()
             adam.step()
-    agent.replay = features, returns
+    agent.replay = batch.features, batch.returns
 
 
 def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
-    """One iteration of learning: advantages, policy, value function, in this order."""
-    check_learned(agent, *agent.optimizers.values())
-    valid = data.valid
+    """One iteration of learning from a rollout; returns the metrics."""
     device = agent.obs_moments.mean.device
-    # scaled for learning as they were for acting; the moments take them in for the next iteration
     obs = torch.as_tensor(data.obs, device=device)
-    features = agent.features(obs, torch.arange(len(obs), device=device)[:, None])
-    agent.obs_moments.update(data.obs[:-1][valid])
-    with torch.no_grad():
-        values = agent.critic(features).squeeze(-1)  # [T + 1, E]
+    # scaled as they were for acting; the next iteration's scale knows these observations, too
+    features = agent.features(obs, torch.as_tensor(data.time, device=device))  # [T + 1, N, D + 1]
+    agent.obs_moments.update(data.obs[:-1][data.valid])
+    values = agent.critic(features).squeeze(-1).detach()  # [T + 1, N]
     both = advantages_and_returns(data, values.cpu().double().numpy(), args)
-    advantages, returns = (x[valid] for x in both)  # [B]
+    advantages, returns = (x[data.valid] for x in both)  # [B]
     advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-6)
-    batch = data.actions[valid], advantages.astype(np.float32), returns.astype(np.float32)
-    actions, advantages, returns = (torch.as_tensor(x, device=device) for x in batch)
-    features = features[:-1][valid]
-    values = values[:-1][valid]
-    metrics = fit_policy(agent, features, actions, advantages, args)
-    fit_value(agent, features, returns, args)
-    residual = returns - values  # as they were before the fit
-    unexplained = residual.var(correction=0) / returns.var(correction=0).clamp(min=1e-12)
-    metrics["losses/value_loss"] = residual.square().mean().item()
-    metrics["losses/explained_variance"] = 1.0 - unexplained.item()
+    advantages, returns = (torch.tensor(x).to(values) for x in (advantages, returns))
+    features = features[:-1][data.valid]
+    actions = torch.as_tensor(data.actions[data.valid], device=device)
+    with torch.no_grad():
+        policy = agent.policy(features)
+        logprobs = policy.log_prob(actions)
+    batch = Batch(features, actions, policy, logprobs, advantages, returns)
+    metrics = fit_policy(agent, batch, args)
+    fit_value(agent, batch, args)
+    error = returns - values[:-1][data.valid]  # of the values before the fit
+    scale = returns.var(correction=0).clamp(min=1e-12)
+    metrics["losses/value_loss"] = error.square().mean().item()
+    metrics["losses/explained_variance"] = 1.0 - (error.var(correction=0) / scale).item()
     if not agent.discrete:
         metrics["charts/policy_std"] = (0.5 * agent.actor_logvar).exp().mean().item()
     return metrics
 
 
-# --- rollout --------------------------------------------------------------------------------------
-@dataclass
-class Episode:
-    """What was seen and done in it so far, one row for each step; there is one more observation."""
-
-    obs: list[np.ndarray]
-    actions: list[np.ndarray] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    terminated: bool = False
-    truncated: bool = False
+# --- rollout and training -------------------------------------------------------------------------
+WARM_UP = 5  # episodes that set the first scale of observations, and serve nothing else
 
 
-def side_by_side(episodes: list[list]) -> np.ndarray:
-    """Rows [t, ...] of E episodes as one array [T, E, ...], with 0 beyond their ends."""
-    tensors = [torch.as_tensor(np.array(rows)) for rows in episodes]
-    return nn.utils.rnn.pad_sequence(tensors).numpy()
+def rollout(agent: Agent, envs: "Envs | WorkerEnvs", run: "Run", num_episodes: int) -> Rollout:
+    """Play whole episodes. As many begin as are needed, and all are played to their ends: taking
+    the first that end, or cutting the last off, would favour short ones."""
+    act = numpy_actor(agent)
+    actions = np.zeros_like(act(envs.obs))
+    envs.step(actions, envs.autoreset)  # begins episodes where the last ones ended
+    playing = np.arange(len(actions)) < num_episodes  # [N], the others wait
+    begun = np.count_nonzero(playing)  # episodes
+    ended = 0  # episodes
+    obs = [envs.obs.copy()]
+    time = [np.zeros(len(actions), int)]
+    steps = []  # actions, rewards, terminated, truncated, valid of each row, [N, ...]
+    while ended < num_episodes:
+        valid = playing & ~envs.autoreset
+        rows = valid.nonzero()[0]
+        actions[rows] = act(obs[-1][rows], agent.noise(len(rows)), time[-1][rows])
+        rewards, terminated, truncated = envs.step(actions, playing)
+        steps.append((actions.copy(), rewards, terminated, truncated, valid))
+        obs.append(envs.obs.copy())
+        time.append((time[-1] + 1) * valid)
+        for i in (terminated | truncated).nonzero()[0]:
+            ended += 1
+            number, *_ = run.episodes[i]
+            run.episodes[i] = number + 1, 0.0, []  # the next one
+            playing[i] = begun < num_episodes  # plays another episode, or waits
+            begun += playing[i]
+        if len(steps) % 1000 == 0 and time[-1].max() > 100_000:
+            raise TimeoutError("100,000 steps, no end: --env-kwargs can set max_episode_steps")
+    data = Rollout(np.array(obs), np.array(time), *map(np.array, zip(*steps, strict=True)))
+    check_actor(agent, act, data.obs[:8, 0], data.time[:8, 0])
+    return data
 
 
-def rollout(agent: Agent, envs: Envs | WorkerEnvs, episodes: int, run: "Run | None" = None):
-    """Play whole episodes, a Rollout. As many start as are needed, and all are played to their
-    ends: taking the first that end, or cutting the last off, would favour short ones. `run` logs
-    them."""
-    N = len(envs.over)
-    left = episodes  # episodes still to start
-    act = agent.numpy_actor()
-    actions = np.zeros(N, int) if agent.discrete else np.zeros((N, agent.outputs), np.float32)
-    running = {}  # by environment
-    ended = []  # in the order of their ends
-    while len(ended) < episodes:
-        if left and np.count_nonzero(envs.over):
-            over = envs.over & (envs.over.cumsum() <= left)
-            envs.step(actions, over)  # starts new episodes
-            left -= int(over.sum())
-            running |= {i: Episode([envs.obs[i].copy()]) for i in over.nonzero()[0].tolist()}
-        going = ~envs.over
-        obs = envs.obs[going]  # [K, D], of those that play
-        time = envs.lengths[going]
-        actions[going] = act(obs, agent.noise(len(obs)), time)
-        rewards, terminated, truncated = envs.step(actions, going)
-        for i in going.nonzero()[0].tolist():
-            episode = running[i]
-            episode.obs.append(envs.obs[i].copy())
-            episode.actions.append(actions[i].copy())
-            episode.rewards.append(rewards[i])
-            if envs.over[i]:
-                episode.terminated = terminated[i]
-                episode.truncated = truncated[i]
-                ended.append(episode)
-        if run:
-            run.global_step += len(obs)
-            if envs.ended:
-                run.log_episodes(envs.ended)
-    check_actor(agent, np.array(ended[0].obs[:8]), np.arange(len(ended[0].obs[:8])))
-    return Rollout(
-        side_by_side([episode.obs for episode in ended]),
-        side_by_side([episode.actions for episode in ended]),
-        side_by_side([episode.rewards for episode in ended]),
-        np.array([len(episode.rewards) for episode in ended]),
-        np.array([episode.terminated for episode in ended]),
-        np.array([episode.truncated for episode in ended]),
-    )
+def train(args: Args) -> Path:
+    """Train, or go on training; returns the run's folder."""
+    torch.set_num_threads(args.num_threads)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    checkpoint = load_checkpoint(args.resume) if args.resume else {}
+    envs = make_envs(args, args.num_envs, checkpoint)
+    torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
+    agent = Agent(envs, args).to(device)
+    agent.policy_adam, agent.value_adam = optimizers(agent, args)
+    if args.resume:
+        agent.load_state_dict(checkpoint["agent"])
+        for name in ("policy_adam", "value_adam"):  # their rates are those of the arguments
+            adam = getattr(agent, name)
+            adam.load_state_dict(adam.state_dict() | {"state": checkpoint[name]})
+        agent.servo = replace(agent.servo, **checkpoint["servo"])
+        agent.replay = tuple(x.to(device) for x in checkpoint["replay"])
+        agent.rng.bit_generator.state = checkpoint["rng"]
+    with contextlib.closing(envs), Run(args, checkpoint) as run, stop_signals() as signals:
+        save(run, agent)
+        while not run.finished() and not signals:
+            if run.iteration == 0:
+                data = rollout(agent, envs, run, WARM_UP)
+                agent.obs_moments.update(data.obs[:-1][data.valid])
+            data = rollout(agent, envs, run, args.episodes_per_batch)
+            run.log_rollout(data)  # rewards changed later are learned, not logged
+            metrics = update(agent, data, args)
+            values = {"observations": data.obs, "rewards": data.rewards} | metrics
+            check_finite(run.iteration, values | agent.state_dict())
+            run.log(metrics)
+            if run.iteration % args.checkpoint_interval == 0:
+                save(run, agent)
+        save(run, agent)
+    # a line to paste: this interpreter, this file; a module must be named again
+    program = [min(x, os.path.relpath(x), key=len) for x in (sys.executable, __file__)]
+    module = ["--env-id", args.env_id] if ":" in args.env_id else []
+    if not run.finished():
+        print("go on with:", shlex.join([*program, "--resume", str(run.folder), *module]))
+        raise SystemExit(128 + signals[0])
+    print("play with:", shlex.join([*program, "--evaluate", str(run.folder), *module]))
+    if args.save_model:
+        torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
+    if args.capture_video:
+        evaluate(replace(args, evaluate=run.folder))
+    return run.folder
 
 
-# --- run folder, checkpoints, evaluation ----------------------------------------------------------
+# ==== below this line nothing is PPO ==============================================================
+# --- speed ----------------------------------------------------------------------------------------
+@torch.no_grad()
+def numpy_actor(agent: Agent):
+    """`agent.act` with the present weights, in numpy, for rows [N, D], noise [N, A] and time [N].
+    Once a rollout `check_actor` compares it with `policy`."""
+    shift = agent.obs_moments.mean.float().cpu().numpy()
+    scale = (1.0 / (3.0 * (agent.obs_moments.var.sqrt() + 0.1))).float().cpu().numpy()
+    logvar = torch.zeros(()) if agent.discrete else agent.actor_logvar
+    std = (0.5 * logvar).exp().cpu().numpy()
+    output = as_numpy(agent.actor)
+
+    def act(obs: np.ndarray, noise: np.ndarray | None = None, time=0) -> np.ndarray:
+        x = np.empty((len(obs), len(shift) + 1), np.float32)
+        x[:, :-1] = (obs - shift) * scale
+        x[:, -1] = 0.001 * np.asarray(time)
+        x = output(x)
+        if noise is not None:
+            x = x + std * noise
+        return x.argmax(axis=-1) if agent.discrete else x
+
+    return act
+
+
+@torch.no_grad()
+def as_numpy(network: nn.Module, scale=1.0, shift=0.0):
+    """scale * network(x) + shift, with the present weights, as a function of arrays x [N, D].
+    Linear layers and tanh run in numpy, which is faster for few rows; others run in torch."""
+    scale, shift = (torch.as_tensor(x).cpu() for x in (scale, shift))
+    if type(network) is nn.Sequential:
+        *hidden, last = network
+        steps = [np.tanh if type(layer) is nn.Tanh else as_numpy(layer) for layer in hidden]
+        steps.append(as_numpy(last, scale, shift))
+        return lambda x: functools.reduce(lambda y, step: step(y), steps, x)
+    if type(network) is nn.Linear and network.bias is not None:
+        weight = (network.weight.cpu() * scale[..., None]).numpy().T
+        bias = (network.bias.cpu() * scale + shift).numpy()
+        return lambda x: x @ weight + bias
+    module = copy.deepcopy(network).cpu().requires_grad_(False)
+    return lambda x: (module(torch.from_numpy(x)) * scale + shift).numpy()
+
+
+@torch.no_grad()
+def check_actor(agent: Agent, act, obs: np.ndarray, time: np.ndarray):
+    """Raise RuntimeError if `act` draws from another policy than `policy`, at observations [B, D]
+    and times [B]."""
+    device = agent.obs_moments.mean.device
+    noise = np.random.default_rng(0).standard_normal((len(obs), agent.outputs), np.float32)
+    actions = torch.as_tensor(act(obs, noise, time), device=device)
+    obs, time, noise = (torch.as_tensor(x, device=device) for x in (obs, time, noise))
+    policy = agent.policy(agent.features(obs, time))
+    if agent.discrete:  # the scores that `act` has chosen are the highest, but for rounding
+        scores = policy.logprobs + noise
+        error = scores.max(dim=-1).values - scores.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+    else:
+        error = actions - (policy.mean + (0.5 * policy.logvar).exp() * noise)
+    if (error.abs() > 0.01).any():
+        raise RuntimeError("numpy_actor acts by another policy than `policy` learns")
+
+
+# --- environments ---------------------------------------------------------------------------------
+def make_env(env_id: str, /, **options) -> gym.Env:
+    """A gymnasium environment with flat observations."""
+    gym.logger.min_level = gym.logger.ERROR  # no warning that v4 ids are old
+    module = "shimmy:" if env_id.startswith("dm_control/") else ""
+    env = gym.make(f"{module}{env_id}", **{"disable_env_checker": True} | options)
+    check_spaces(env.observation_space, env.action_space)
+    space = env.observation_space
+    return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
+
+
+def check_spaces(space: gym.Space, actions: gym.Space):
+    """Raise gymnasium's Error for spaces that this script can't learn with."""
+    if space.dtype == np.uint8 and len(space.shape) > 1:
+        raise gym.error.Error("observations are images: use ppo_pixels.py")
+    if not isinstance(actions, gym.spaces.Box | gym.spaces.Discrete):
+        raise gym.error.Error(f"{actions}: a Box or Discrete is needed; several choices: ppo.py")
+
+
+def episode_seed(*key: int) -> int:
+    """The seed of an episode from (seed, environment, episode): no two runs share one. The global
+    generators get it, too: most environments have their own, `np_random`, a few do not."""
+    seed = int(np.random.SeedSequence(key).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    return seed
+
+
+def env_actions(space: gym.Space, actions: np.ndarray) -> np.ndarray:
+    """Choices [N], counted from 0, or actions [N, A] in the space's shape and type. They are not
+    clipped; only whole numbers are cut at the bounds of their box."""
+    if isinstance(space, gym.spaces.Discrete):
+        return (actions + space.start).astype(space.dtype)
+    shaped = actions.reshape(-1, *space.shape)
+    if space.dtype.kind in "iu":
+        shaped = np.rint(np.minimum(np.maximum(shaped, space.low), space.high))
+    return shaped.astype(space.dtype, copy=False)
+
+
+class Envs:
+    """Environments in this process, stepped one after the other; `indices` are theirs in the run.
+    Every episode has its own seed, so it can be played again on resuming.
+
+    Autoreset is "next step": the step that ends an episode returns its true last observation; the
+    next one ignores its action and returns a new episode's first observation with reward 0.
+    """
+
+    def __init__(self, args: Args, indices, episodes: list):
+        self.args = args
+        self.indices = indices
+        self.envs = []
+        for index in indices:
+            episode_seed(args.seed, index)  # for what a constructor draws
+            self.envs.append(make_env(args.env_id, **json.loads(args.env_kwargs)))
+        self.observation_space = self.envs[0].observation_space
+        self.action_space = self.envs[0].action_space
+        self.episode_numbers = [0] * len(self.envs)
+        self.autoreset = np.zeros(len(self.envs), bool)  # [N], the next step begins an episode
+        self.obs = np.zeros((len(self.envs), *self.observation_space.shape), np.float32)  # [N, D]
+        for i, env in enumerate(self.envs):
+            number, _, actions = episodes[indices[i]] if episodes else (0, 0.0, [])
+            self.begin(i, number)
+            for action in actions:
+                row = env_actions(self.action_space, action)
+                self.obs[i], _, terminated, truncated, _ = env.step(row[0])
+                self.autoreset[i] = terminated or truncated
+
+    def begin(self, i: int, number: int):
+        """Begin an environment's episode of this number."""
+        self.episode_numbers[i] = number
+        seed = episode_seed(self.args.seed, self.indices[i], number)
+        obs, _ = self.envs[i].reset(seed=seed)
+        self.obs[i] = np.reshape(obs, self.observation_space.shape)  # no other shape is broadcast
+
+    def step(self, actions: np.ndarray, playing: np.ndarray):
+        """Take actions [N, ...] in the environments that are `playing` [N]: rewards, terminated,
+        truncated [N]. The others wait."""
+        rewards = np.zeros(len(actions))
+        terminated = np.zeros(len(actions), bool)
+        truncated = np.zeros(len(actions), bool)
+        rows = env_actions(self.action_space, actions)
+        for i in playing.nonzero()[0]:
+            if self.autoreset[i]:
+                self.begin(i, self.episode_numbers[i] + 1)
+            else:
+                self.obs[i], rewards[i], terminated[i], truncated[i], _ = self.envs[i].step(rows[i])
+            self.autoreset[i] = terminated[i] or truncated[i]
+        return rewards, terminated, truncated
+
+    def close(self):
+        for env in self.envs:
+            env.close()
+
+
+def worker_loop(pipe, *envs_arguments):
+    """In a worker process: make Envs, step them with the actions that come, until the pipe ends."""
+    for number in SIGNALS:  # the main process decides when to stop
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        with contextlib.closing(Envs(*envs_arguments)) as envs:
+            reply = envs.observation_space, envs.action_space
+            while True:
+                pipe.send((envs.obs, envs.autoreset, *reply))
+                reply = envs.step(*pipe.recv())
+    except (EOFError, ConnectionError):
+        pass  # the main process has closed the pipe, or was killed
+    except BaseException as error:
+        error.add_note(f"in a worker process: {traceback.format_exc()}")
+        pipe.send(error)
+
+
+class WorkerEnvs:
+    """Like Envs, with a share of the environments in each worker process: the same bits."""
+
+    def __init__(self, args: Args, episodes: list):
+        atexit.register(self.close)  # or the interpreter would wait for the workers
+        context = multiprocessing.get_context("forkserver")  # imports packages only once
+        context.set_forkserver_preload(["__main__", "gymnasium", "torch.utils.tensorboard", "tyro"])
+        self.pipes = []
+        for indices in np.array_split(range(args.num_envs), min(args.env_workers, args.num_envs)):
+            pipe, worker_pipe = context.Pipe()
+            context.Process(target=worker_loop, args=(worker_pipe, args, indices, episodes)).start()
+            worker_pipe.close()
+            self.pipes.append(pipe)
+        observation_spaces, action_spaces = self.receive()
+        self.observation_space = observation_spaces[0]
+        self.action_space = action_spaces[0]
+
+    def receive(self) -> list:
+        """Receive obs, autoreset and more from each worker; returns the tuples of what is more."""
+        try:
+            replies = [pipe.recv() for pipe in self.pipes]
+        except (EOFError, ConnectionResetError):
+            raise RuntimeError("a worker ended: out of memory, or no __main__ guard?") from None
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
+        obs, autoreset, *more = zip(*replies, strict=True)
+        self.obs = np.concatenate(obs)
+        self.autoreset = np.concatenate(autoreset)
+        return more
+
+    def step(self, *rows: np.ndarray):
+        """`Envs.step`: rewards, terminated, truncated [N]."""
+        shares = zip(*[np.array_split(x, len(self.pipes)) for x in rows], strict=True)
+        for pipe, share in zip(self.pipes, shares, strict=True):
+            with contextlib.suppress(BrokenPipeError):  # `receive` says why
+                pipe.send(share)
+        return [np.concatenate(parts) for parts in self.receive()]
+
+    def close(self):
+        for pipe in self.pipes:
+            pipe.close()
+
+
+def make_envs(args: Args, num_envs: int, checkpoint: dict):
+    """Environments of the kind that the arguments name, as the checkpoint left them."""
+    episodes = checkpoint.get("episodes", [])
+    try:
+        if args.env_workers and num_envs > 1:
+            return WorkerEnvs(args, episodes)
+        return Envs(args, range(num_envs), episodes)
+    except (gym.error.Error, ImportError, TypeError) as error:
+        if isinstance(error, TypeError) and "unexpected keyword" not in str(error):
+            raise  # not by a wrong argument
+        fail(f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}: {error!r}")
+
+
+# --- run folder and checkpoints -------------------------------------------------------------------
 class Run:
     """A run's folder, logs and counters. While it is open, no other process can use the folder."""
 
     def __init__(self, args: Args, checkpoint: dict):
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
-        self.global_step, self.iteration, seconds, rows = checkpoint.get("counters", (0, 0, 0.0, 0))
-        self.returns = deque(checkpoint.get("returns", ()), maxlen=100)  # of the last episodes
-        self.start = time.monotonic() - seconds
-        self.status = "failed"  # until training has ended well
+        self.global_step = checkpoint.get("global_step", 0)
+        self.iteration = checkpoint.get("iteration", 0)
+        self.start = time.monotonic() - checkpoint.get("seconds", 0.0)
+        self.last_returns = deque(checkpoint.get("last_returns", []), maxlen=100)
+        # each environment's next episode: its number, return and actions so far
+        self.episodes = checkpoint.get("episodes") or [(0, 0.0, [])] * args.num_envs
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
+        self.folder = args.resume or args.run_dir or Path("runs") / name
+        self.folder.mkdir(parents=True, exist_ok=self.folder.name != name)
+        self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
         try:
-            self.folder = args.resume or args.run_dir or new_folder(args)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.new = not any(self.folder.iterdir())
-            refuse_links(self.folder)
-            path = self.folder / "episodes.csv"
-            self.csv = open(path, "a", buffering=1)  # noqa: SIM115
+            fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"another process trains in {self.folder}")
         except OSError as error:
-            fail(f"no folder for the run: {error}")
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(self.csv)  # if the start fails, close it: the folder is free again
-            try:
-                fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                fail(f"{self.folder}: another process trains in this folder")
-            except OSError as error:  # a file system without locks
-                fail(f"{self.folder}: {error}")
-            if self.new:  # if the start fails, leave nothing
-                undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            if not args.resume and (self.folder / "checkpoint.pt").exists():
-                fail(f"a run is there: --resume {self.folder} goes on with it")
-            # drop the rows after the checkpoint: they will be logged again
-            known = re.findall(rb".*\n", path.read_bytes())[: rows + 1] if args.resume else []
-            self.csv.truncate(len(b"".join(known)))
-            self.rows = max(len(known) - 1, 0)
-            if not known:
-                self.csv.write("global_step,seconds,return,length\n")
-            self.wandb = None
-            if args.track:
-                import wandb  # before SummaryWriter, which it patches
+            print(f"{self.folder} is not locked: {error}", file=sys.stderr)
+        if not args.resume and (self.folder / "checkpoint.pt").exists():
+            fail(f"a run is there: --resume {self.folder} goes on with it")
+        # drop the rows after the checkpoint: they will be logged again
+        self.csv.truncate(checkpoint.get("csv_size", 0))
+        if not checkpoint:
+            self.csv.write("global_step,seconds,return,length\n")
+        self.wandb = None
+        if args.track:
+            import wandb  # before SummaryWriter, which it patches
 
-                project = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-                more = {"config": vars(self.args), "sync_tensorboard": True}
-                more |= {"id": checkpoint.get("wandb"), "resume": "allow"}  # resumed: the same run
-                self.wandb = wandb.init(name=self.folder.name, **project, **more)
-            self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
-            table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
-            self.writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *table]))
-            self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
-            self.write_json("running")
-            undo.pop_all()
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            same_run = {"id": checkpoint.get("wandb"), "resume": "allow"}
+            more = {"config": vars(self.args), "sync_tensorboard": True}
+            self.wandb = wandb.init(name=self.folder.name, **names, **same_run, **more)
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
+        table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
+        self.writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *table]))
+        total = None if args.num_episodes else args.total_timesteps
+        self.bar = tqdm(total=total, unit="step", disable=None)
+        self.bar.write(f"{args.env_id}, in {self.folder}")
+        self.write_json("running")
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, *_):
+        self.write_json("failed" if kind else "finished" if self.finished() else "running")
         self.bar.close()
         self.writer.close()
         if self.wandb:
             self.wandb.finish()
-        self.write_json(self.status)
-        if kind and self.new and self.global_step == 0:  # failed before a step: leave nothing
-            shutil.rmtree(self.folder, ignore_errors=True)
-        fcntl.flock(self.csv, fcntl.LOCK_UN)  # of a process that was forked meanwhile, too
         self.csv.close()
 
-    def log_episodes(self, ended: list[tuple[int, float, int]]):
-        """Log the (environment, return, length) of the episodes that one step has ended: a row
-        each, and for TensorBoard, which has one value a step, their mean."""
-        for _, score, length in ended:
-            seconds = time.monotonic() - self.start
-            self.csv.write(f"{self.global_step},{seconds:.2f},{score},{length}\n")
-            if not self.args.quiet:
-                self.bar.write(f"global_step={self.global_step}, episodic_return={score:.4f}")
-            self.returns.append(score)
-        self.rows += len(ended)
-        _, returns, lengths = zip(*ended, strict=True)
-        self.writer.add_scalar("charts/episodic_return", np.mean(returns), self.global_step)
-        self.writer.add_scalar("charts/episodic_length", np.mean(lengths), self.global_step)
+    def finished(self) -> bool:
+        """Whether the budget, in steps or in episodes, is used up."""
+        if not self.args.num_episodes:
+            return self.global_step >= self.args.total_timesteps
+        return sum(number for number, *_ in self.episodes) - WARM_UP >= self.args.num_episodes
+
+    def log_rollout(self, data: Rollout):
+        """Take in a rollout: log its episodes."""
+        seconds = time.monotonic() - self.start
+        steps = self.global_step + np.count_nonzero(data.valid, axis=1).cumsum()
+        self.global_step = int(steps[-1])
+        ended = []
+        for t, i in np.argwhere(data.terminated | data.truncated):
+            length = data.time[t + 1, i]
+            score = float(data.rewards[t + 1 - length : t + 1, i].sum())
+            ended.append((score, length))
+            self.csv.write(f"{steps[t]},{seconds:.2f},{score},{length}\n")
+            self.last_returns.append(score)
+        score, length = np.mean(ended, axis=0)
+        line = f"global_step={self.global_step}, episodic_return={score:.4f}"
+        self.bar.write(f"{line}, episodes={len(ended)}, SPS={self.global_step / seconds:.0f}")
+        self.writer.add_scalar("charts/episodic_return", score, self.global_step)
+        self.writer.add_scalar("charts/episodic_length", length, self.global_step)
 
     def log(self, metrics: dict[str, float]):
+        """Log an iteration."""
         self.iteration += 1
         self.bar.update(self.global_step - self.bar.n)
         metrics["charts/SPS"] = int(self.global_step / (time.monotonic() - self.start))
         for tag, value in metrics.items():
             self.writer.add_scalar(tag, value, self.global_step)
 
-    def final_return(self) -> float | None:
-        """The mean return of the last 100 training episodes, if there is one."""
-        mean = float(np.mean(self.returns)) if self.returns else math.nan
-        return mean if math.isfinite(mean) else None
-
     def write_json(self, status: str):
-        versions = {package.__name__: package.__version__ for package in (torch, gym, np)}
         content = {"script": Path(__file__).name, "status": status, "args": vars(self.args)}
-        content |= {"seed": self.args.seed, "global_step": self.global_step, "versions": versions}
+        content |= {"seed": self.args.seed, "global_step": self.global_step}
+        content["versions"] = {x.__name__: x.__version__ for x in (torch, gym, np)}
         content["wall_seconds"] = round(time.monotonic() - self.start, 2)
-        content["final_return"] = self.final_return()
+        content["final_return"] = np.mean(self.last_returns) if self.last_returns else None
         (self.folder / "run.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
-def new_folder(args: Args) -> Path:
-    """Make a new folder below runs/. Two runs that start in one second get two folders."""
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    for k in itertools.count(1):
-        folder = Path("runs") / (name if k == 1 else f"{name}_{k}")
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return folder
-
-
-def refuse_links(folder: Path):
-    """Exit with one line if a folder has links: through them a run would write elsewhere."""
-    for path in folder.rglob("*"):
-        if path.is_symlink() or (path.is_file() and path.stat().st_nlink > 1):  # hard ones, too
-            fail(f"{path} is a link: a run writes into its own folder alone")
-
-
-def save(run: Run, agent: Agent, envs):
+def save(run: Run, agent: Agent):
     """Save all that is needed to continue. The file is renamed when whole: it is never half."""
     run.writer.flush()
     state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
-    state["optimizers"] = {k: x.state_dict()["state"] for k, x in agent.optimizers.items()}
+    state["policy_adam"] = agent.policy_adam.state_dict()["state"]
+    state["value_adam"] = agent.value_adam.state_dict()["state"]
     state["servo"] = {"beta": agent.servo.beta, "lr_multiplier": agent.servo.lr_multiplier}
     state |= {"replay": agent.replay, "rng": agent.rng.bit_generator.state}
-    state["played"] = [(episode, torch.tensor(x)) for episode, x in envs.played()]
-    state["counters"] = run.global_step, run.iteration, time.monotonic() - run.start, run.rows
-    state |= {"returns": list(run.returns), "wandb": run.wandb and run.wandb.id}
+    state |= {"global_step": run.global_step, "iteration": run.iteration}
+    state |= {"seconds": time.monotonic() - run.start, "last_returns": list(run.last_returns)}
+    state["csv_size"] = (run.folder / "episodes.csv").stat().st_size
+    state["wandb"] = run.wandb and run.wandb.id
+    state["episodes"] = [(n, score, torch.tensor(np.array(x))) for n, score, x in run.episodes]
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
 
 def load_checkpoint(folder: Path) -> dict:
-    """Read what `save` wrote. No code in the file is run."""
-    content = {}
-    path = Path(folder) / "checkpoint.pt"
+    """Read what `save` wrote. No code in the file is run, and no module that it names imported."""
     try:
-        if not path.is_file():  # reading a pipe would block
-            raise FileNotFoundError("this is no folder of a run")
-        with zipfile.ZipFile(path) as file:
-            if file.testzip():
-                raise ValueError("it is damaged")
-        content |= torch.load(path, map_location="cpu", weights_only=True)
-        args = Args(**content["args"])
-        step, iteration, seconds, rows = content.get("counters", (0, 0, 0.0, 0))
-        content["counters"] = int(step), int(iteration), float(seconds), int(rows)
-        content["returns"] = [float(x) for x in content.get("returns", ())]
-        content["played"] = [(int(n), np.atleast_1d(x)) for n, x in content.get("played", ())]
-        numbers = [*content["counters"], *(n + 1 for n, _ in content["played"])]  # -1: none begun
-        if not all(number >= 0 for number in numbers):
-            raise ValueError(f"its counters are {numbers}")
+        path = Path(folder) / "checkpoint.pt"
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        args = Args(**{k: v for k, v in checkpoint["args"].items() if k in Args.__annotations__})
     except Exception as error:  # damaged files raise errors of many kinds
-        maker = f", made by {content['script']}" if "script" in content else ""
-        fail(f"{folder}: no checkpoint.pt{maker} that can be read here: {error!r}")
+        fail(f"{folder}: no checkpoint of this script: {error!r}")
     module, _, name = args.env_id.rpartition(":")
     if module != "envpool":  # only the command line may name a module to import
         args.env_id = name
-    return content | {"args": args}
-
-
-def load(folder: Path, env=None, args: Args | None = None) -> tuple[Agent, Args]:
-    """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
-    checkpoint = load_checkpoint(folder)
-    args = args or checkpoint["args"]
-    envs = env or make_envs(args, 1)
-    agent = Agent(envs, args)
-    if env is None:
-        envs.close()
-    try:
-        agent.load_state_dict(checkpoint["agent"])
-    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-        maker = checkpoint.get("script")
-        fail(f"{folder}: its agent, by {maker}, does not fit the environment: {error}")
-    return agent, args
-
-
-def drawn_env(args: Args) -> gym.Env:
-    """An environment that can draw its frames; exits with one line if they can't."""
-    if args.env_id.startswith("envpool:"):
-        fail("--capture-video: of gymnasium's environments alone, not EnvPool's")
-    if sys.platform == "linux":
-        os.environ.setdefault("MUJOCO_GL", "egl")  # draws without a display
-    env = make_env(args.env_id, **json.loads(args.env_kwargs) | {"render_mode": "rgb_array"})
-    if hasattr(env.unwrapped, "mujoco_renderer"):
-        model = env.unwrapped.model
-        if model.ncam:
-            env.unwrapped.mujoco_renderer.camera_id = 0  # follows the robot
-        # without a GPU shadows, smooth edges and reflections take nine tenths of the time
-        model.vis.quality.shadowsize = 0
-        model.vis.quality.offsamples = 0
-        model.mat_reflectance[:] = 0.0
-    try:
-        env.reset(seed=0)
-        env.render()
-    except Exception as error:  # no display, or a package for drawing is missing
-        env.close()
-        fail(f"--capture-video: {args.env_id} can't be drawn: {error!r}")
-    return env
-
-
-def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily, then with sampled actions; returns the
-    greedy returns. `capture_video` records the greedy episodes into its videos/."""
-    greedy = play(args, "eval")
-    sampled = play(replace(args, capture_video=False), "sampled")
-    for name, returns in (("greedy", greedy), ("sampled", sampled)):
-        print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
-    return greedy
-
-
-def play(args: Args, name: str) -> list[float]:
-    """Returns of `eval_episodes` episodes, printed under this name; "sampled" is not greedy."""
-    played = replace(args, seed=episode_seed(args.seed, 2**31))
-    if args.capture_video:
-        refuse_links(args.evaluate)
-        videos = str(args.evaluate / "videos")
-        env = gym.wrappers.RecordVideo(drawn_env(args), videos, lambda _: True, disable_logger=True)
-        envs = Envs([env], played)
-        print(f"videos: {videos}")
-    else:
-        envs = own_envs(played, [0], None)
-    returns = []
-    bar = tqdm(unit="step", leave=False, disable=None)  # drawing frames takes a while
-    with contextlib.closing(envs), bar:
-        agent, _ = load(args.evaluate, envs)
-        act = agent.numpy_actor()
-        while len(returns) < args.eval_episodes:
-            noise = agent.noise(1) if name == "sampled" else None
-            try:
-                envs.step(act(envs.obs, noise, envs.lengths), np.ones(1, bool))
-            except TimeoutError as error:
-                fail(str(error))
-            bar.update()
-            for _, episodic_return, _ in envs.ended:
-                said = f"episodic_return={episodic_return:.2f}"
-                bar.write(f"{name}_episode={len(returns)}, {said}")
-                returns.append(episodic_return)
-    return returns
-
-
-# --- training -------------------------------------------------------------------------------------
-def finished(run: Run, envs: Envs | WorkerEnvs, args: Args) -> bool:
-    if not args.num_episodes:
-        return run.global_step >= args.total_timesteps
-    episodes = sum(episode + 1 for episode, _ in envs.played())
-    return episodes - 5 >= args.num_episodes  # the five that set the first scale do not count
+    episodes = [(n, score, [*x.numpy()]) for n, score, x in checkpoint.get("episodes", [])]
+    return checkpoint | {"args": args, "episodes": episodes}
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -1172,39 +898,22 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """A list of the signals that have come. The first ends training after its iteration, the next
-    acts at once. Only the main thread can catch signals; elsewhere the list stays empty."""
-    stop = []
+    """A list of the signals that came. The first ends training after its iteration, the next acts
+    at once. Only the main thread can catch signals; elsewhere the list stays empty."""
+    received = []
 
     def handler(number, frame):
-        stop.append(number)
+        received.append(number)
         signal.signal(number, signal.SIG_DFL)
         os.write(2, b"\nstopping after this iteration\n")
 
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number in SIGNALS if main}
     try:
-        yield stop
+        yield received
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-def restore(agent: Agent, checkpoint: dict, folder: Path):
-    """Set optimizers, servo, replayed batch and random numbers to what the checkpoint has."""
-    device = agent.obs_moments.mean.device
-    try:
-        for name, adam in agent.optimizers.items():
-            load_adam(adam, checkpoint["optimizers"][name])
-        agent.servo.beta = float(checkpoint["servo"]["beta"])
-        agent.servo.lr_multiplier = float(checkpoint["servo"]["lr_multiplier"])
-        agent.replay = tuple(x.to(device) for x in checkpoint["replay"])
-        if agent.replay:
-            features, returns = agent.replay
-            agent.critic(features).squeeze(-1) - returns  # fails if shapes differ
-        agent.rng.bit_generator.state = checkpoint["rng"]
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        fail(f"{folder}: its checkpoint does not fit: {error!r}")
 
 
 def check_finite(iteration: int, values: dict):
@@ -1214,64 +923,96 @@ def check_finite(iteration: int, values: dict):
             raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
 
 
-def train(args: Args) -> Path:
-    """Train, or go on training; returns the run's folder."""
-    torch.set_num_threads(args.num_threads)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    checkpoint = load_checkpoint(args.resume) if args.resume else {}
-    with contextlib.closing(make_envs(args, args.num_envs, checkpoint)) as envs:
-        torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
-        if args.resume:
-            agent, _ = load(args.resume, envs, args)
-        else:
-            agent = Agent(envs, args)
-        agent.to(device)
-        if args.resume:
-            restore(agent, checkpoint, args.resume)
-        with stop_signals() as stop, Run(args, checkpoint) as run:
-            run.bar.total = None if args.num_episodes else args.total_timesteps
-            run.bar.write(f"{args.env_id} on {device}, in {run.folder}")
-            save(run, agent, envs)
-            while not finished(run, envs, args) and not stop:
-                if run.iteration == 0:  # 5 episodes set the first scale, and serve nothing else
-                    data = rollout(agent, envs, 5)
-                    agent.obs_moments.update(data.obs[:-1][data.valid])
-                data = rollout(agent, envs, args.episodes_per_batch, run)
-                metrics = update(agent, data, args)
-                check_finite(run.iteration, {"observations": data.obs, "rewards": data.rewards})
-                check_finite(run.iteration, metrics | agent.state_dict())
-                run.log(metrics)
-                if run.iteration % args.checkpoint_interval == 0:
-                    save(run, agent, envs)
-            save(run, agent, envs)
-            run.status = "finished" if finished(run, envs, args) else "running"
-    return finish(run, agent, stop)
+# --- evaluation -----------------------------------------------------------------------------------
+def load(folder: Path, env=None) -> tuple[Agent, Args]:
+    """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
+    checkpoint = load_checkpoint(folder)
+    args = checkpoint["args"]
+    envs = env or make_envs(args, 1, {})
+    agent = Agent(envs, args)
+    agent.load_state_dict(checkpoint["agent"])
+    if env is None:
+        envs.close()
+    return agent, args
 
 
-def finish(run: Run, agent: Agent, stop: list[int]) -> Path:
-    """Print how to go on or to play; save the weights and record a video, if asked to."""
-    # where it is imported, as in a notebook, the file itself
-    program = sys.argv[0] if __name__ == "__main__" else os.path.relpath(__file__)
-    script = f"python {shlex.quote(program)}"
-    folder = shlex.quote(str(run.folder))
-    if ":" in run.args.env_id.removeprefix("envpool:"):  # a module must be named again
-        folder += f" --env-id {run.args.env_id}"
-    if run.status == "running":
-        print(f"go on with: {script} --resume {folder}")
-        raise SystemExit(128 + stop[0])
-    final = run.final_return()
-    print(f"return {final} over the last 100 episodes; play: {script} --evaluate {folder}")
-    if run.args.save_model:
-        name = f"{Path(run.args.exp_name).name}.cleanrl_model"
-        torch.save(agent.state_dict(), run.folder / name)
-    if run.args.capture_video:
-        evaluate(replace(run.args, evaluate=run.folder))
-    return run.folder
+def evaluate(args: Args) -> list[float]:
+    """Play the run in `args.evaluate` greedily, then with sampled actions; returns the greedy
+    returns. `capture_video` records the greedy episodes into its videos/."""
+    options = json.loads(args.env_kwargs)
+    if args.capture_video:
+        options["render_mode"] = "rgb_array"
+        os.environ.setdefault("MUJOCO_GL", "egl" if sys.platform == "linux" else "glfw")
+    seed = episode_seed(args.seed, 2**31)
+    envs = make_envs(replace(args, seed=seed, env_kwargs=json.dumps(options)), 1, {})
+    if args.capture_video:
+        env = envs.envs[0]
+        if hasattr(env.unwrapped, "mujoco_renderer"):
+            model = env.unwrapped.model
+            env.unwrapped.mujoco_renderer.camera_id = 0 if model.ncam else -1  # follows the robot
+            # without a GPU shadows, smooth edges and reflections take nine tenths of the time
+            model.vis.quality.shadowsize = 0
+            model.vis.quality.offsamples = 0
+            model.mat_reflectance[:] = 0.0
+        videos = str(args.evaluate / "videos")
+        envs.envs[0] = gym.wrappers.RecordVideo(env, videos, lambda k: k < args.eval_episodes)
+        envs.begin(0, number=0)
+    returns = {"eval": [], "sampled": []}
+    with contextlib.closing(envs):
+        agent, _ = load(args.evaluate, envs)
+        act = numpy_actor(agent)
+        for name, done in returns.items():
+            score = 0.0
+            time = 0
+            while len(done) < args.eval_episodes:
+                noise = agent.noise(1) if name == "sampled" else None
+                begins = envs.autoreset[0]  # an episode, with this step
+                rewards, *_ = envs.step(act(envs.obs, noise, time), np.ones(1, bool))
+                time = 0 if begins else time + 1
+                score += float(rewards[0])
+                if envs.autoreset[0]:
+                    print(f"{name}_episode={len(done)}, episodic_return={score:.2f}")
+                    done.append(score)
+                    score = 0.0
+            print(f"{name}, {len(done)} episodes: {np.mean(done):.2f} +- {np.std(done):.2f}")
+    return returns["eval"]
+
+
+# --- command line ---------------------------------------------------------------------------------
+def parse_args(argv: list[str] | None = None) -> Args:
+    """The command line as Args. With --resume or --evaluate the defaults are that run's."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and not argv[0].startswith("-"):  # the original's environment name
+        argv = ["--env-id", *argv]
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
+
+    def run_folder(resume: Path | None = None, evaluate: Path | None = None):
+        return resume or evaluate
+
+    folder, _ = tyro.cli(run_folder, args=argv, return_unknown_args=True, add_help=False)
+    checkpoint = load_checkpoint(folder) if folder else {}
+    saved = checkpoint.get("args", Args())
+    args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
+    if args.resume and "iteration" not in checkpoint:
+        fail(f"{folder} is of commit e500984 or older, which resumes it; --evaluate works here")
+    for name in ("seed", "num_envs", "hid1_mult", "policy_logvar", "beta"):
+        if args.resume and getattr(args, name) != getattr(saved, name):
+            fail(f"{name}: {folder} keeps its {getattr(saved, name)}: leave the flag out")
+    if args.resume and args.total_timesteps < min(checkpoint["global_step"], saved.total_timesteps):
+        fail(f"--total-timesteps {args.total_timesteps}: {folder} has trained more")
+    for package, needed in (("wandb", args.track), ("moviepy", args.capture_video)):
+        if needed and importlib.util.find_spec(package) is None:
+            fail(f"{package} is not installed: pip install {package}")
+    return args
+
+
+def fail(message: str):
+    """Print one line to standard error and exit with code 2."""
+    print(f"{Path(__file__).name}: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):  # a terminal may not know all letters
-        stream.reconfigure(errors="backslashreplace")
     args = parse_args()
     evaluate(args) if args.evaluate else train(args)

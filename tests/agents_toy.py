@@ -65,16 +65,17 @@ class Watch(ParallelEnv):
 
 class Drift(ParallelEnv):
     """Agents that are alike, with Box actions of different sizes if `sizes` says so; each is paid
-    for being near its target, dies where `dies` says, and stops where `stops` says."""
+    for being near its target, dies where `dies` says, and stops where `stops` says. If `silent`, no
+    death is reported: the agent is gone."""
 
     metadata = {"name": "drift"}  # noqa: RUF012
 
-    def __init__(self, sizes=(2, 1), limit=6, dies=None, stops=None, joins=None, order=None):
-        names = [f"drone_{i}" for i in range(len(sizes))]
-        self.sizes = dict(zip(names, sizes, strict=True))
-        self.possible_agents = [names[i] for i in order or range(len(names))]
+    def __init__(self, sizes=(2, 1), limit=6, dies=None, stops=None, joins=None, silent=False):
+        self.possible_agents = [f"drone_{i}" for i in range(len(sizes))]
+        self.sizes = dict(zip(self.possible_agents, sizes, strict=True))
         self.dies, self.stops, self.joins = dies or {}, stops or {}, joins or {}
         self.limit = limit
+        self.silent = silent
 
     def observation_space(self, agent):
         return gym.spaces.Box(-1, 1, (self.sizes[agent] + 1,), np.float32)
@@ -103,6 +104,8 @@ class Drift(ParallelEnv):
         joined = [a for a in self.possible_agents if self.joins.get(a) == self.t and not over]
         self.agents = [a for a in acted if not terminated[a] and not truncated[a]] + joined
         seen |= self.look(joined)
+        if self.silent:
+            terminated = dict.fromkeys(acted, False)
         return seen, rewards, terminated, truncated, {a: {} for a in seen}
 
     def state(self):
@@ -113,12 +116,14 @@ class Drift(ParallelEnv):
 
 
 class Turns(AECEnv):
-    """Two players in turn, three moves each: a move pays its mover 0 or 1, and the other -1."""
+    """Two players in turn, three moves each: a move pays its mover 0 or 1, and the other -1. If
+    `masks`, who waits has a mask of zeros."""
 
     metadata = {"name": "turns", "is_parallelizable": False}  # noqa: RUF012
 
-    def __init__(self):
+    def __init__(self, masks=True):
         super().__init__()
+        self.masks = masks
         self.possible_agents = ["first", "second"]
         self.render_mode = None
 
@@ -132,7 +137,7 @@ class Turns(AECEnv):
         return gym.spaces.Discrete(2)
 
     def observe(self, agent):
-        mask = np.full(2, agent == self.agent_selection, np.int8)
+        mask = np.full(2, agent == self.agent_selection or not self.masks, np.int8)
         return {"observation": np.float32([self.moves]), "action_mask": mask}
 
     def reset(self, seed=None, options=None):
@@ -159,43 +164,4 @@ class Turns(AECEnv):
         pass
 
 
-class Wrong(Drift):
-    """Drift, with one thing wrong."""
-
-    def __init__(self, fault: str):
-        super().__init__()
-        self.fault = fault
-        if fault == "names":
-            del self.possible_agents
-
-    def observation_space(self, agent):
-        space = super().observation_space(agent)
-        if self.fault == "dict":
-            return gym.spaces.Dict(observation=space)
-        return gym.spaces.Box(0, 255, (200, 200, 3)) if self.fault == "large" else space
-
-    def action_space(self, agent):
-        mixed = self.fault == "mixed" and agent == "drone_0"
-        return gym.spaces.Discrete(2) if mixed else super().action_space(agent)
-
-    def step(self, actions):
-        seen, rewards, *rest = super().step(actions)
-        if self.fault == "rewards":
-            rewards["stranger"] = 1.0
-        if self.fault == "nan":
-            seen["drone_0"][:] = np.nan
-        return seen, rewards, *rest
-
-
-class Forever(Watch):
-    """Watch, in which nobody dies and time is never up."""
-
-    def step(self, actions):
-        _, rewards, *_ = super().step({a: self.right[a] for a in self.agents})
-        self.t, self.agents = 0, list(self.possible_agents)
-        observations, infos = self.look()
-        no = dict.fromkeys(self.agents, False)
-        return observations, rewards, no, dict(no), infos
-
-
-make, drift, turns, wrong, forever = Watch, Drift, Turns, Wrong, Forever
+make, drift, turns = Watch, Drift, Turns

@@ -1,9 +1,9 @@
 """Copies a block of text that several scripts share from one script into the others.
 
-    python tests/blocks.py ppo_continuous_action check_finite fail
+    python tests/blocks.py ppo_continuous_action check_finite WorkerEnvs.receive
 
-`test_blocks.py` compares them. What is in ALGORITHM is each script's own; OWN names the scripts whose
-block differs for the reason that stands beside it.
+A block is a function, class or constant at the top level, or a method. `test_blocks.py` compares
+them. ALGORITHM has what is each script's alone, OWN the scripts whose block differs, and why.
 """
 
 import ast
@@ -14,20 +14,24 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def blocks(script: str) -> dict[str, tuple[int, int, str]]:
-    """Every function, class and constant at the top level: its first line, last line and text."""
+    """Every function, class, constant and method: its first line, last line and text."""
     text = (ROOT / f"{script}.py").read_text()
     lines = text.splitlines()
     places = {}
+
+    def place(node: ast.stmt, name: str):
+        start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+        places[name] = start, node.end_lineno, "\n".join(lines[start - 1 : node.end_lineno])
+
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            start = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            name = node.name
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            start = node.lineno
-            name = node.targets[0].id
-        else:
-            continue
-        places[name] = start, node.end_lineno, "\n".join(lines[start - 1 : node.end_lineno])
+            place(node, node.name)
+        if isinstance(node, ast.ClassDef):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef):
+                    place(method, f"{node.name}.{method.name}")
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            place(node, node.targets[0].id)
     return places
 
 
@@ -43,10 +47,10 @@ def paste(source: str, name: str, script: str):
 
 
 if __name__ == "__main__":
-    source, *names = sys.argv[1:]
-    from every.test_blocks import OWN, SCRIPTS  # noqa: E402
+    from every.test_blocks import SCRIPTS, differing
 
+    source, *names = sys.argv[1:]
     for name in names:
         for script in SCRIPTS:
-            if script != source and script not in OWN.get(name, ()):
+            if script != source and script not in differing(name):
                 paste(source, name, script)

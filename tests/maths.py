@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.nn.functional as F
 from program import assert_same, in_process, rows, scalars, train_until_killed
 from scripts import SMALL, STEPS
 
@@ -20,12 +19,6 @@ FRAMES = {  # scripts that learn from frames alone: the shape of an observation,
     "ppo_procgen": ((3, 64, 64), 15),
     "ppo_pettingzoo_ma_atari": ((6, 84, 84), 4),
 }
-
-
-def quiet(script: str, flags: str):
-    """Args for this process alone."""
-    flags = f"--no-cuda --num-threads 1 {flags}"
-    return importlib.import_module(script).parse_args(flags.split())
 
 
 class Log:
@@ -43,13 +36,6 @@ class Log:
 def returns(folder: Path) -> list[float]:
     """Of a run's training episodes."""
     return [float(score) for _, score, _ in rows(folder)[1:]]
-
-
-def checkpoint(folder: Path) -> dict:
-    """What a run's file holds, but for its arguments and the script's name."""
-    found = torch.load(folder / "checkpoint.pt", weights_only=True)
-    del found["args"], found["script"]
-    return found
 
 
 def program(script: str, more: str = ""):
@@ -102,6 +88,8 @@ def killed_and_resumed(script, folder: Path, flags: str, named: str = "", least:
     for name in ("whole", "killed"):
         checkpoint = module.load_checkpoint(folder / name)
         points = scalars(folder / name)
+        timed = ("seconds", "csv_size")
+        checkpoint = {k: x for k, x in checkpoint.items() if k not in timed}
         runs.append([{**checkpoint, "args": vars(checkpoint["args"])}, rows(folder / name), points])
     assert_same(*runs)
     assert len(runs[0][1]) > least
@@ -248,89 +236,3 @@ def lstm_cell(weights, x: torch.Tensor, h: torch.Tensor, c: torch.Tensor):
     i, f, g, o = (w_ih @ x + b_ih + w_hh @ h + b_hh).chunk(4)
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
     return o.sigmoid() * c.tanh(), c
-
-
-def slow_recurrent(agent, obs, state, first):
-    """`Agent.policy` of ppo_atari_lstm.py row by row and environment by environment, at obs
-    [T, N, ...], first [T, N]: log-probabilities [T * N, A], V [T * N], the state after."""
-    T, N = first.shape
-    logprobs, values = [], []
-    states = [(state[0, i], state[1, i]) for i in range(N)]
-    for t, i in np.ndindex(T, N):
-        if first[t, i]:
-            states[i] = (torch.zeros(128), torch.zeros(128))
-        seen = agent.network(obs[t, i][None] / 255.0)[0]
-        states[i] = lstm_cell(agent.lstm.parameters(), seen, *states[i])
-        logprobs.append(agent.actor(states[i][0]).log_softmax(dim=-1))
-        values.append(agent.critic(states[i][0])[0])
-    state = torch.stack([torch.stack(x) for x in zip(*states, strict=True)])
-    return torch.stack(logprobs), torch.stack(values), state
-
-
-def slow_network(parameters, obs: torch.Tensor):
-    """The networks for frames by their formulas, from their parameters in order, at obs [B, ...]:
-    log-probabilities [B, A] and V [B]. Those of 3 x 64 x 64 are IMPALA's, others Nature's."""
-    weights, x = iter(parameters), obs.float() / 255
-    if obs.shape[1] == 3:
-        for size in (32, 16, 8):
-            x = F.conv2d(x, next(weights), next(weights), padding=1)
-            x = F.max_pool2d(x, kernel_size=3, stride=2, padding=1)
-            assert x.shape[2:] == (size, size)
-            for _ in range(2):
-                inner = F.conv2d(F.relu(x), next(weights), next(weights), padding=1)
-                x = x + F.conv2d(F.relu(inner), next(weights), next(weights), padding=1)
-        x = F.relu(x)
-    else:
-        for stride in (4, 2, 1):
-            x = F.relu(F.conv2d(x, next(weights), next(weights), stride=stride))
-    x = F.relu(F.linear(x.flatten(1), next(weights), next(weights)))
-    logits = F.linear(x, next(weights), next(weights))
-    value = F.linear(x, next(weights), next(weights)).squeeze(-1)
-    assert not [*weights]
-    return logits.log_softmax(dim=-1), value
-
-
-def slow_policy(net, data, rows):
-    """Log-probabilities and V of these rows of the flattened rollout, by the formulas."""
-    if "state" in data._fields:
-        logprobs, values, _ = slow_recurrent(net, data.obs, data.state, data.first)
-        return logprobs[rows], values[rows]
-    return slow_network(net.parameters(), data.obs.flatten(0, 1)[rows])
-
-
-def minibatches(script: str, args, data, iteration: int) -> list[list[np.ndarray]]:
-    """Of each epoch, of each minibatch the rows of the flattened rollout that are learned from."""
-    rng, N = np.random.default_rng((args.seed, iteration, 1)), args.num_envs
-    valid, epochs = data.valid.ravel(), []
-    if script == "ppo_atari_multigpu":
-        module = importlib.import_module(script)
-        drawn = module.minibatch_rows(iteration, slice(0, N), args)
-        return [[part.numpy()[valid[part]] for part in epoch] for epoch in drawn]
-    for _ in range(args.update_epochs):
-        if script == "ppo_atari_lstm":  # whole environments
-            envs = np.array_split(rng.permutation(N), args.num_minibatches)
-            rows = np.arange(data.valid.size)
-            parts = [rows[np.isin(rows % N, which) & valid] for which in envs]
-        else:
-            parts = np.array_split(rng.permutation(np.flatnonzero(valid)), args.num_minibatches)
-        epochs.append(parts)
-    return epochs
-
-
-def two_updates(script: str, flags: str, device: str = "cpu") -> torch.Tensor:
-    """How two updates change the parameters; compiled if the flags say so."""
-    module, compiled = importlib.import_module(script), "--compile" in flags
-    sizes = "--num-envs 8 --num-steps 6 --num-minibatches 2 --update-epochs 1"
-    args, more = quiet(script, f"{sizes} {flags}"), []
-    agent = frames_agent(script, args).to(device)
-    if script == "ppo_atari_multigpu":
-        agent.adam = module.flat_adam(agent)
-        more = [module.compile_grad(agent, args)]
-    elif compiled:
-        how = "compile_hidden" if script == "ppo_atari_lstm" else "compile_policy"
-        assert getattr(module, how)(agent) == "compiled"
-    start, data = vector(agent), frames_rollout(script, 6)
-    tensors = {k: x.to(device) for k, x in data._asdict().items() if isinstance(x, torch.Tensor)}
-    for k in range(2):
-        module.update(agent, data._replace(**tensors), k, 2.5e-4, args, *more)
-    return (vector(agent) - start).cpu()

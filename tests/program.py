@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -27,12 +26,6 @@ ROOT = Path(__file__).resolve().parent.parent
 METRICS = [  # of a minibatch of the clipped scripts
     "value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm"
 ]  # fmt: skip
-
-
-def run(script, *argv, cwd=None, **kwargs):
-    return subprocess.run(
-        [sys.executable, str(script), *argv], cwd=cwd, capture_output=True, text=True, **kwargs
-    )
 
 
 def rows(folder: Path) -> list[list[str]]:
@@ -139,6 +132,9 @@ class Toy:
         info = {"reward": raw, "terminated": (terminated & self.game_over()).astype(np.int32)}
         return self.obs(), np.sign(raw), terminated, truncated, info
 
+    def render(self, env_ids):
+        return self.obs()[env_ids, -1:]
+
     def game_over(self):
         return (self.t >= 2 * self.life) | (self.t >= self.limit)
 
@@ -195,7 +191,7 @@ def toy(name: str, **config):
 
 
 def assert_same(a, b):
-    assert type(a) is type(b)
+    assert type(a) is type(b) or {type(a), type(b)} == {list, tuple}
     if isinstance(a, torch.Tensor):
         assert torch.equal(a, b)
     elif isinstance(a, np.ndarray):
@@ -257,19 +253,6 @@ def train_until_killed(script: str, target: str, call: int, argv: list[str], *nu
         module.train(module.parse_args(argv))
 
     return in_a_fork(train)
-
-
-def check_both_evaluations(said: str, returns: list[float]):
-    """What a run said that was evaluated twice, with the same four greedy returns: each of them,
-    then the sampled ones, and both means."""
-    lines = said.splitlines()
-    assert lines[:10] == lines[10:]
-    for i, line in enumerate(lines[:4]):
-        assert line == f"eval_episode={i}, episodic_return={returns[i]:.2f}"
-    sampled = [float(line.split("=")[-1]) for line in lines[4:8]]
-    assert [line.split(",")[0] for line in lines[4:8]] == [f"sampled_episode={i}" for i in range(4)]
-    assert lines[8] == f"greedy, 4 episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}"
-    assert lines[9].startswith(f"sampled, 4 episodes: {np.mean(sampled):.2f} +- ")
 
 
 def folded(text: str) -> list[str]:

@@ -1,13 +1,11 @@
-"""Every script, each with an environment of a few steps an episode: what the tests in every/ run.
+"""Every script, each with an environment of a few steps an episode: an iteration takes some 20 ms.
 
-train(script, folder)    an iteration of a script takes some 20 ms
-go_on(script, folder)    the run is resumed
+train(script, folder)    two iterations
+resume(script, folder)   the run goes on
 refused(capfd, "no such game", train, script, folder, "--env-id Nothing-v0")
 """
 
 import importlib
-import json
-import multiprocessing
 import os
 import sys
 import time
@@ -16,65 +14,46 @@ from pathlib import Path
 from types import ModuleType
 
 import envpool
-import gymnasium as gym
 import numpy as np
 import pytest
-from program import ROOT, Clockwork, toy
+from program import ROOT, toy
 
 # environments of several agents, for this process and for those that it starts
 os.environ["PYTHONPATH"] = f"{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}"
 
-SPACES = {
-    "Box": gym.spaces.Box(-1, 1, (1,)),
-    "Choice": gym.spaces.Discrete(2),
-    "Tuple": gym.spaces.Tuple([gym.spaces.Discrete(2)]),
-    "Endless": gym.spaces.Box(-np.inf, np.inf, (1,)),
-}
-for name, space in SPACES.items():
-    gym.register(f"Clock{name}-v0", Clockwork, kwargs={"action_space": space})
-
-BATCH = "--num-minibatches 2 --update-epochs 1 --no-cuda --checkpoint-interval 2"
-CLOCKS = f"--num-envs 2 --num-steps 22 {BATCH}"  # four episodes an iteration
-ENVPOOL = f"--num-envs 4 --num-steps 8 {BATCH} --num-threads 1 --env-threads 1"
-SMALL = {  # flags of a small run
-    "ppo": f"--env-id ClockChoice-v0 {CLOCKS}",
-    "ppo_continuous_action": f"--env-id ClockBox-v0 {CLOCKS}",
-    "ppo_cma": (
-        "--env-id ClockBox-v0 --num-envs 2 --iter-steps 40 --n-updates 2 --no-cuda "
-        "--checkpoint-interval 2"
-    ),
-    "ppo_kl_adaptive": (
-        "--env-id ClockBox-v0 --num-envs 2 -b 4 --update-epochs 1 --value-epochs 1 -m 2 --no-cuda "
-        "--checkpoint-interval 2"
-    ),
-    "ppo_pixels": f"--env-id ClockBox-v0 {CLOCKS} --num-threads 1",
-    "ppo_lstm": f"--env-id ClockBox-v0 {CLOCKS} --num-threads 1",
-    "ppo_pettingzoo": f"--env-id agents_toy:make --num-envs 4 --num-steps 16 {BATCH}",
+SPAN = "--num-minibatches 2 --update-epochs 1 --no-cuda --checkpoint-interval 2"
+STEPS_OF_8 = f"--num-envs 2 --num-steps 8 --num-threads 1 {SPAN}"
+WHOLE_EPISODES = "--env-id toys:Walk-v0 --num-envs 2 --no-cuda --checkpoint-interval 2"
+ENVPOOL = f"--num-envs 4 --num-steps 8 {SPAN} --num-threads 1 --env-threads 1"
+SCRIPTS = {  # flags of a small run; episodes of toys.py have 2 to 5 steps
+    "ppo": f"--env-id toys:Turn-v0 {STEPS_OF_8}",
+    "ppo_continuous_action": f"--env-id toys:Walk-v0 {STEPS_OF_8}",
+    "ppo_kl_adaptive": f"{WHOLE_EPISODES} -b 4 --update-epochs 1 --value-epochs 1 -m 2",
+    "ppo_cma": f"{WHOLE_EPISODES} --iter-steps 16 --n-updates 2",
     "ppo_atari_multigpu": ENVPOOL,
+    "ppo_continuous_action_warp": (
+        f"--env-id Pendulum-v1 --num-envs 4 --num-steps 8 {SPAN} --hidden 8"
+    ),
+    "ppo_pixels": f"--env-id toys:Walk-v0 {STEPS_OF_8}",
+    "ppo_lstm": f"--env-id toys:Walk-v0 {STEPS_OF_8}",
+    "ppo_pettingzoo": f"--env-id toys:make {STEPS_OF_8}",
+}
+SMALL = SCRIPTS | {  # three scripts of the old form leave soon
     "ppo_atari_lstm": ENVPOOL,
     "ppo_procgen": f"{ENVPOOL} --num-levels 2 --eval-interval 1 --eval-episodes 2",
     "ppo_pettingzoo_ma_atari": (
-        f"--env-id duel_v0 --num-envs 4 --num-steps 8 {BATCH} --num-threads 1 --eval-episodes 2 "
+        f"--env-id duel_v0 --num-envs 4 --num-steps 8 {SPAN} --num-threads 1 --eval-episodes 2 "
         "--eval-interval 99"
     ),
-    "ppo_continuous_action_warp": (
-        f"--env-id Pendulum-v1 --num-envs 4 --num-steps 8 {BATCH} --hidden 8"
-    ),
 }
-STEPS = {  # of an iteration; rows after an episode's end count in games
-    "ppo": 44, "ppo_continuous_action": 44, "ppo_cma": 40, "ppo_kl_adaptive": 40,
-    "ppo_pixels": 44, "ppo_lstm": 44, "ppo_pettingzoo": 64,
+STEPS = dict.fromkeys(SMALL, 16) | {  # of an iteration; rows after an episode's end count in games
     "ppo_atari_multigpu": 32, "ppo_atari_lstm": 32, "ppo_procgen": 32,
     "ppo_pettingzoo_ma_atari": 32, "ppo_continuous_action_warp": 32,
 }  # fmt: skip
-WHOLE = ["ppo_cma", "ppo_kl_adaptive"]  # whole episodes
+WHOLE = ["ppo_kl_adaptive", "ppo_cma"]  # whole episodes: STEPS is about right
 GYMNASIUM = ["ppo", "ppo_continuous_action", *WHOLE, "ppo_pixels", "ppo_lstm"]
 PARALLEL = [*GYMNASIUM, "ppo_pettingzoo"]  # with --env-workers
-POOLS = ["ppo_atari_multigpu", "ppo_atari_lstm", "ppo_procgen"]  # after a resume games are new ones
 EVERY = pytest.mark.parametrize("script", SMALL)
-NAMED = {"ppo_pettingzoo": "--env-id agents_toy:make"}  # a module is named again each time
-# Environments that worker processes find, too
-LENGTHS = "episodes_toy:Lengths-v0"
 
 
 class Duel:
@@ -135,7 +114,7 @@ def small_environments(monkeypatch):
     monkeypatch.setattr(envpool, "make", toy)
     cma = importlib.import_module("ppo_cma")
     players = importlib.import_module("ppo_pettingzoo_ma_atari")
-    monkeypatch.setattr(cma, "pretrain_policy", lambda agent: None)
+    monkeypatch.setattr(cma, "pretrain_policy", lambda *_: None)
     module = ModuleType("pettingzoo.atari.duel_v0")
 
     def parallel_env(**more):
@@ -155,6 +134,12 @@ def small_environments(monkeypatch):
     monkeypatch.setattr(players.Envs, "reset", reset)
 
 
+def named(script: str) -> str:
+    """The flag that names a module anew on resuming and playing."""
+    flags = SMALL[script].split()
+    return " ".join(flags[:2]) if ":" in flags[1] else ""
+
+
 def parse(script: str, flags: str):
     return importlib.import_module(script).parse_args(flags.split())
 
@@ -163,61 +148,42 @@ def train(script: str, folder: Path, flags: str = "", iterations: int = 2) -> di
     """Train in this process; the final checkpoint."""
     module = importlib.import_module(script)
     total = iterations * STEPS[script]
-    flags = f"{SMALL[script]} --run-dir {folder} --total-timesteps {total} {flags}"
-    module.train(parse(script, flags))
+    module.train(
+        parse(script, f"{SMALL[script]} --run-dir {folder} --total-timesteps {total} {flags}")
+    )
     return module.load_checkpoint(folder)
 
 
-def go_on(script: str, folder: Path, flags: str = "", iterations: int = 3) -> dict:
-    """Resume in this process, up to so many iterations in all; the final checkpoint."""
+def resume(script: str, folder: Path, flags: str = "") -> dict:
+    """Go on in this process, if no flag says otherwise up to the end; the final checkpoint."""
     module = importlib.import_module(script)
-    named = NAMED.get(script, "")
-    total = iterations * STEPS[script]
-    flags = f"--resume {folder} {named} --total-timesteps {total} {flags}"
-    module.train(parse(script, flags))
+    module.train(parse(script, f"--resume {folder} {named(script)} {flags}"))
     return module.load_checkpoint(folder)
 
 
 def evaluate(script: str, folder: Path, flags: str = "") -> list[float]:
     module = importlib.import_module(script)
-    named = NAMED.get(script, "")
-    return module.evaluate(parse(script, f"--evaluate {folder} {named} --no-cuda {flags}"))
-
-
-def lengths(script: str, flags: str = "", **kwargs) -> str:
-    """Flags for three environments with episodes of 1 to 8 steps, which worker processes find."""
-    kwargs |= {"actions": "choices"} if script == "ppo" and "actions" not in kwargs else {}
-    given = json.dumps(kwargs, separators=(",", ":"))
-    return f"--env-id {LENGTHS} --num-envs 3 --env-kwargs {given} {flags}"
-
-
-def quick_workers(monkeypatch):
-    """Worker processes start from one that has imported the scripts, in no time instead of 4 s.
-    They get what they do of it as they would: by a pipe, and from modules."""
-    with monkeypatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{ROOT}:{os.environ['PYTHONPATH']}")
-        server.set_forkserver_preload([*PARALLEL, "pytest"])
-        server.ensure_running()
-    monkeypatch.setattr(server._forkserver, "ensure_running", lambda: None)  # in forks, too
-    plain = multiprocessing.get_context
-    kinds = {"spawn": "forkserver"}
-    monkeypatch.setattr(
-        multiprocessing, "get_context", lambda kind=None: plain(kinds.get(kind, kind))
+    return module.evaluate(
+        parse(script, f"--evaluate {folder} {named(script)} --no-cuda --eval-episodes 3 {flags}")
     )
 
 
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
+def quick_workers(monkeypatch):
+    """The process from which workers are forked has imported all scripts: it starts once, not for
+    each run."""
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT}:{os.environ['PYTHONPATH']}")
+        server.set_forkserver_preload([*PARALLEL, "toys", "pytest"])
+        server.ensure_running()
+    monkeypatch.setattr(server._forkserver, "ensure_running", lambda: None)  # in forks, too
 
 
-def ended(pids: Path, seconds: float = 30.0) -> bool:
-    """Wait until all processes are gone that had an environment of `lengths`."""
+def no_worker_stays(seconds: float = 20.0) -> bool:
+    """Wait until all workers have ended."""
+    pid = server._forkserver._forkserver_pid
+    children = Path(f"/proc/{pid}/task/{pid}/children")  # Linux has it
     until = time.monotonic() + seconds
-    while any(alive(int(path.name)) for path in pids.iterdir()):
+    while children.exists() and children.read_text():
         if time.monotonic() > until:
             return False
         time.sleep(0.02)

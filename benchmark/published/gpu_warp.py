@@ -33,9 +33,9 @@ class Training:
         torch.manual_seed(1)
         self.envs = script.make_envs(env_id, num_envs, device)
         self.agent = script.Agent(self.envs, self.args).to(device)
-        self.agent.adam = script.flat_adam(self.agent)
+        self.agent.adam = script.adam_state(self.agent)
         self.agent.adam["learning_rate"] = torch.tensor(self.args.learning_rate, device=device)
-        self.at, self.data = script.start(self.agent, self.envs, self.args)
+        self.data = script.start(self.agent, self.envs, self.args)
         self.actions = torch.zeros(num_envs, len(self.envs.low), device=device)
         record = script.Recorded if cuda else lambda function: function
         self.play_one = record(self.environment)
@@ -51,7 +51,7 @@ class Training:
             self.play_one()
 
     def act(self):
-        self.rollout(self.agent, self.envs, self.at, self.data, self.args)
+        self.rollout(self.agent, self.envs, self.data, self.args)
 
     def learn(self):
         self.update(self.agent, self.data, self.args)

@@ -1,8 +1,9 @@
 """What is collected: against what the environments wrote down. And when which rate is used."""
 
+import copy
+import csv
 import importlib
 import math
-from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -15,13 +16,15 @@ from toys import BOX, Group, Walk
 STEPWISE = ["ppo", "ppo_continuous_action", "ppo_pixels", "ppo_lstm"]
 
 
-class Log:
-    def __init__(self):
-        self.global_step, self.iteration, self.ended = 0, 0, []
-        self.writer = SimpleNamespace(add_scalar=lambda *_: None)
+@pytest.fixture(autouse=True)
+def lists(monkeypatch):
+    monkeypatch.setattr(Walk, "made", [])
 
-    def log_episodes(self, ended):
-        self.ended += ended
+
+def logged(folder) -> list[list[float]]:
+    """Steps, return and length of each episode in episodes.csv."""
+    with open(folder / "episodes.csv") as file:
+        return [[float(x[0]), float(x[2]), float(x[3])] for x in [*csv.reader(file)][1:]]
 
 
 def rows_of(env, count: int, repeat: int = 1) -> list[dict]:
@@ -51,39 +54,35 @@ def trunk(p, x):
 
 
 @pytest.mark.parametrize("script", STEPWISE)
-def test_rollouts(script):
+def test_rollouts(script, tmp_path):
     """Two, each of 11 steps in two environments."""
     T, N = 11, 2
     space = gym.spaces.Discrete(3) if script == "ppo" else BOX
-    flags = {"num_envs": N, "num_minibatches": 2, "memory_size": 8, "memory": "lstm"}
     repeat = 2 if script in ("ppo_pixels", "ppo_lstm") else 1
-    flags["action_repeat"] = repeat
-    module, args, agent = make(script, Walk.observation_space, space, **flags)
-    walks = [Walk(space, shift) for shift in range(N)]
-    envs, log, p = module.Envs(walks, args, range(N)), Log(), parameters(agent)
-    seen, returns, found = Seen(), Seen(), []
+    flags = {"num_envs": N, "num_minibatches": 2, "memory_size": 8, "memory": "lstm"}
+    flags |= {"env_id": "Turn-v0" if script == "ppo" else "Walk-v0", "action_repeat": repeat}
+    module, args, agent = make(
+        script, Walk.observation_space, space, run_dir=tmp_path / "run", **flags
+    )
+    envs, p, walks = module.make_envs(args, N, {}), parameters(agent), Walk.made
+    assert len(walks) == N
+    seen, returns, found, cases = Seen(), Seen(), [], set()
     if script != "ppo":  # so small ones were seen that some are clipped at 10
         small = np.random.default_rng(0).normal(0, 0.1, 5000)
         returns.add(small)
         agent.return_moments.update(small)
     state = states = torch.zeros((N, 16))
+    run = module.Run(args, {})
     for iteration in range(2):
-        log.iteration = iteration
-        if "pixels" in script or "lstm" in script:
-            rng = np.random.default_rng((args.seed, iteration, 0))
-        else:
-            rng = np.random.default_rng()
-            rng.bit_generator.state = agent.rng.bit_generator.state
-        noise = rng.gumbel(size=(T, N, 3)) if script == "ppo" else rng.standard_normal((T, N, 2))
-        if script == "ppo_continuous_action":
-            rng.bit_generator.state = agent.rng.bit_generator.state
-            noise = rng.standard_normal((T, N, 2), np.float32)
+        noise = np.asarray(copy.deepcopy(agent).noise(T, N))
         if script == "ppo_lstm":
-            data, state = module.rollout(agent, envs, state, log, args)
+            data, state = module.rollout(agent, envs, state, run, args)
             torch.testing.assert_close(data.state, states)
         else:
-            data = module.rollout(agent, envs, log, args)
-        obs = data.obs if isinstance(data.obs, np.ndarray) else data.obs[0].numpy()
+            data = module.rollout(agent, envs, run, args)
+        obs = (
+            data.obs if isinstance(data.obs, np.ndarray) else next(iter(data.obs.values())).numpy()
+        )
         actions = np.asarray(data.actions)
         columns = [rows_of(walk, (iteration + 1) * T, repeat)[iteration * T :] for walk in walks]
         # the deviation of all discounted sums so far, those of this rollout included
@@ -98,6 +97,7 @@ def test_rollouts(script):
             assert data.rewards[t, i] == pytest.approx(reward, rel=1e-5)
             for name in ("terminated", "truncated", "valid"):
                 assert getattr(data, name)[t, i] == row[name], (name, t, i)
+                cases.add((name, row[name]))
             # the action is the policy's, drawn by the noise; what was taken is clipped to the box
             x = torch.as_tensor(obs[t, i]).double()
             if script != "ppo" and iteration > 0:
@@ -110,21 +110,24 @@ def test_rollouts(script):
                 continue
             if script == "ppo_lstm":
                 h, c = lstm(p, "memories.0.net", trunk(p, x), *states[i].double().chunk(2))
-                states[i] = torch.cat([h, c]).detach().float() * row["valid"]  # cleared after an end
+                states[i] = (
+                    torch.cat([h, c]).detach().float() * row["valid"]
+                )  # cleared after an end
                 mean = linear(p, "actor", h)
             elif script == "ppo_pixels":
                 mean = linear(p, "actor", trunk(p, x))
             else:
                 mean = mlp(p, "actor_mean", x)
             drawn = mean + p["actor_logstd"].exp() * torch.as_tensor(noise[t, i])
-            expected = (torch.tensor([1, 0.25]) + torch.tensor([2, 0.25]) * drawn).detach().numpy()
+            expected = (torch.tensor([1, 0.5]) + torch.tensor([2, 0.5]) * drawn).detach().numpy()
             np.testing.assert_allclose(actions[t, i], expected, rtol=1e-4, atol=1e-4)
             if row["valid"]:
                 clipped = np.clip(actions[t, i], BOX.low, BOX.high)
                 np.testing.assert_allclose(row["action"], clipped, rtol=1e-6)
+                cases.add(("clipped", bool((clipped != actions[t, i]).any())))
         if script == "ppo_lstm":
-            first = np.concatenate([np.zeros((1, N), bool), ~data.valid])
-            assert (data.first.numpy() == first).all()
+            starts = np.concatenate([np.zeros((1, N), bool), ~data.valid])
+            assert (data.episode_starts.numpy() == starts).all()
             torch.testing.assert_close(state, states, rtol=1e-4, atol=1e-5)
         assert all((obs[T, i] == walk.said[-1]["obs"]).all() for i, walk in enumerate(walks))
         if script in ("ppo_pixels", "ppo_lstm"):
@@ -133,10 +136,13 @@ def test_rollouts(script):
             agent.obs_moments.update(obs[:-1][data.valid])
         seen.add(obs[:-1][data.valid])
         found.append(data.valid.sum())
-        assert script == "ppo" or (np.abs(data.rewards) == 10).any()
-    assert log.global_step == sum(found)
-    scores = [(i, *ended) for i, walk in enumerate(walks) for ended in games(walk, repeat)]
-    np.testing.assert_allclose(sorted(log.ended), sorted(scores))
+        cases.add(("clipped reward", bool((np.abs(data.rewards) == 10).any())))
+    run.csv.close()
+    assert run.global_step == sum(found)
+    cases.discard(("clipped reward", False))
+    assert len(cases) == (6 if script == "ppo" else 9)
+    scores = [list(ended) for walk in walks for ended in games(walk, repeat)]
+    np.testing.assert_allclose(sorted(row[1:] for row in logged(tmp_path / "run")), sorted(scores))
     seeds = [said["seed"] for walk in walks for said in walk.said if "seed" in said]
     assert len(set(seeds)) == len(seeds)  # no two episodes are alike
 
@@ -154,69 +160,37 @@ def games(walk, repeat: int = 1) -> list:
     return found
 
 
-@pytest.mark.parametrize("script", ["ppo_kl_adaptive", "ppo_cma"])
-def test_whole_episodes(script):
-    """Every step of as many episodes as were started, and all that were started end."""
-    flags = {"num_envs": 2, "episodes_per_batch": 5, "iter_steps": 20, "hid1_mult": 2}
-    flags |= {"action_repeat": 2, "mode": "ppo-cma"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ppo_cma.pretrain_policy", lambda agent: None)
-        module, args, agent = make(script, Walk.observation_space, BOX, **flags)
-    walks = [Walk(BOX, shift) for shift in range(2)]
-    envs, log = module.Envs(walks, args, range(2)), Log()
-    if script == "ppo_kl_adaptive":
-        data = module.rollout(agent, envs, 5, log)
-        assert data.valid.sum() == log.global_step
-        assert len(data.lengths) == len(log.ended) == 5
-    else:
-        module.rollout(agent, envs, log, args)
-        assert log.global_step == sum(length for _, _, length in log.ended) >= 20
-    played = [game for walk in walks for game in games(walk)]
-    np.testing.assert_allclose(sorted((s, n) for _, s, n in log.ended), sorted(played))
-    for number, (i, _, length) in enumerate(log.ended):
-        before = sum(1 for j, *_ in log.ended[:number] if j == i)
-        begins = [k for k, said in enumerate(walks[i].said) if "seed" in said][before]
-        said = walks[i].said[begins : begins + length + 1]
-        if script == "ppo_kl_adaptive":
-            assert (data.obs[: length + 1, number] == [x["obs"] for x in said]).all()
-            np.testing.assert_allclose(data.rewards[:length, number], [x["reward"] for x in said[1:]])
-            assert data.terminated[number] == said[-1]["terminated"]
-            assert data.truncated[number] == said[-1]["truncated"]
-            taken = data.actions[:length, number]  # as the original, unclipped
-            np.testing.assert_allclose(taken, [x["action"] for x in said[1:]], rtol=1e-6)
-        else:  # decisions, each held for two steps; rewards add up
-            memory = agent.memory[number]
-            assert len(memory) == (length + 1) // 2
-            assert sum(r for *_, r in memory) == pytest.approx(sum(x["reward"] for x in said[1:]))
-            for k, (obs, action, _) in enumerate(memory):
-                assert (obs == said[2 * k]["obs"]).all()
-                np.testing.assert_allclose(action, said[2 * k + 1]["action"], rtol=1e-6)
-
-
 @pytest.mark.parametrize("team", [False, True])
-def test_agents(team):
+def test_agents(team, tmp_path):
     """Rows of two agents: b dies in the third row; the episode's end is in the fourth."""
     spaces = [gym.spaces.Dict({a: space(Group(), a) for a in "ab"})
               for space in (Group.observation_space, Group.action_space)]  # fmt: skip
-    flags = {"num_envs": 1, "num_minibatches": 2, "team_reward": team}
+    flags = {"num_envs": 1, "num_minibatches": 2, "team_reward": team, "env_id": "toys:make"}
+    flags |= {"run_dir": tmp_path / "run"}
     module, args, agent = make("ppo_pettingzoo", *spaces, **flags)
-    envs, log = module.Envs([Group()], args), Log()
-    data = module.rollout(agent, envs, log, args)
-    a, b = [10, 20, 30, 40, 0] * 2 + [10], [11, 21, 0, 0, 0] * 2 + [11]
-    both = [x + y for x, y in zip(a, b, strict=True)]
-    assert data.rewards[:, 0].T.tolist() == ([both, both] if team else [a, b])
+    with module.Run(args, {}) as run:
+        data = module.rollout(agent, module.make_envs(args, 1, {}), run, args)
+    times, lives = [1, 2, 3, 4, 0] * 2 + [1], [1, 1, 0, 0, 0] * 2 + [1]
+    chosen = 0.5 * data.actions[:, 0, :, 0].T
+    a, b = (10 * np.array(times) + chosen) * [np.sign(times), lives]
+    assert set(data.actions.ravel()) == {0, 1}
+    np.testing.assert_array_equal(data.rewards[:, 0].T, [a + b] * 2 if team else [a, b])
     die, stop = [3], [8]
+    if module.episode_seed(args.seed, 0, 0) % 2:
+        die, stop = stop, die
     assert np.flatnonzero(data.terminated[:, 0, 0]).tolist() == die
     assert np.flatnonzero(data.terminated[:, 0, 1]).tolist() == (die if team else [1, 6])
     assert np.flatnonzero(data.truncated[:, 0, 0]).tolist() == stop
     assert np.flatnonzero(data.truncated[:, 0, 1]).tolist() == (stop if team else [])
-    assert np.flatnonzero(~data.running[:, 0, 0]).tolist() == [4, 9]
-    assert np.flatnonzero(~data.valid[:, 0, 1]).tolist() == [2, 3, 4, 7, 8, 9]
-    assert np.flatnonzero(~data.valid[:, 0, 0]).tolist() == [4, 9]
+    assert np.flatnonzero(~data.acts[:, 0, 0]).tolist() == [4, 9]
+    assert np.flatnonzero(~data.acts[:, 0, 1]).tolist() == [2, 3, 4, 7, 8, 9]
+    valid = np.ones((11, 2), bool)
+    valid[[4, 9]] = False  # a team's value goes on after a death
+    assert (data.valid[:, 0] == (valid if team else data.acts[:, 0])).all()
     assert not data.waits.any()
-    assert log.global_step == 9
-    assert data.obs[9, 0, 0, 0] == 4  # at a limit, the true last observation
-    assert [length for _, _, length in log.ended] == [4, 4]
+    assert run.global_step == 9
+    assert data.obs[stop[0] + 1, 0, 0, 0] == 4  # at a limit, the true last observation
+    assert [length for *_, length in logged(tmp_path / "run")] == [4, 4]
 
 
 FALLS = {  # which flag falls, beside the learning rate
@@ -234,11 +208,10 @@ def test_rates_fall_to_nothing(script, tmp_path, monkeypatch):
     flags |= {"total_timesteps": 4 * 16, "ent_coef": 0.3, "cuda": False, "num_threads": 1}
     rates, bonuses, plain = [], [], module.update
 
-    def update(agent, data, *given):
-        rate, args = (x for x in given if isinstance(x, float | module.Args))
-        rates.append(rate)
+    def update(agent, data, args, *more):
+        rates.append(args.learning_rate)
         bonuses.append(args.ent_coef)
-        return plain(agent, data, *given)
+        return plain(agent, data, args, *more)
 
     monkeypatch.setattr(module, "update", update)
     module.train(module.Args(run_dir=tmp_path / "run", learning_rate=0.1, **flags))

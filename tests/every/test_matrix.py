@@ -1,140 +1,717 @@
-"""Every script: train, be killed, go on with other workers, evaluate; and flags that are wrong."""
+"""Every script as a program: killed, stopped, resumed, evaluated; its folder; wrong flags, broken
+environments and strangers' files. What is learned is compared with tests/reference.py elsewhere."""
 
 import csv
+import errno
+import fcntl
 import importlib
+import json
 import os
+import pickle
+import re
+import runpy
+import shutil
 import signal
-from dataclasses import replace
+import subprocess
+import sys
+import threading
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
 
+import envpool
 import numpy as np
 import pytest
-import toys
 import torch
+import toys
+from program import (
+    METRICS,
+    ROOT,
+    Toy,
+    assert_same,
+    content,
+    installed,
+    rows,
+    scalars,
+    status,
+    toy,
+    train_until_killed,
+)
+from scripts import (
+    GYMNASIUM,
+    PARALLEL,
+    SCRIPTS,
+    SMALL,
+    STEPS,
+    WHOLE,
+    evaluate,
+    named,
+    no_worker_stays,
+    parse,
+    quick_workers,
+    refused,
+    resume,
+    train,
+)
 
-SMALL = "--num-envs 2 --num-steps 8 --num-minibatches 2 --update-epochs 1 --num-threads 1"
-WHOLE = "--env-id toys:Walk-v0 --num-envs 2 --total-timesteps 100"
-RUNS = {  # flags of a run of six iterations or so, that of an iteration is 16
-    "ppo": f"--env-id toys:Turn-v0 {SMALL} --total-timesteps 96",
-    "ppo_continuous_action": f"--env-id toys:Walk-v0 {SMALL} --total-timesteps 96",
-    "ppo_pixels": f"--env-id toys:Walk-v0 {SMALL} --total-timesteps 96",
-    "ppo_lstm": f"--env-id toys:Walk-v0 {SMALL} --total-timesteps 96",
-    "ppo_pettingzoo": f"--env-id toys:make {SMALL} --total-timesteps 96",
-    "ppo_kl_adaptive": f"{WHOLE} -b 4 -m 2",
-    "ppo_cma": f"{WHOLE} --iter-steps 16 --n-updates 2",
-}
-EVERY = pytest.mark.parametrize("script", RUNS)
+EVERY = pytest.mark.parametrize("script", SCRIPTS)
+MULTI, WARP, AGENTS = "ppo_atari_multigpu", "ppo_continuous_action_warp", "ppo_pettingzoo"
+POLICIES = ROOT / "benchmark" / "published" / "policies"
+COMPILED = [
+    script
+    for script in SCRIPTS
+    if "compile" in importlib.import_module(script).Args.__annotations__
+]
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(toys.__file__))  # workers find it, too
-    monkeypatch.setattr("ppo_cma.pretrain_policy", lambda agent: None)
+def quick(request, monkeypatch):
+    """Atari's games are toys, Warp's pendulum swings for six steps, and ppo_cma.py learns its first
+    policy in no time instead of 4 s."""
+    pendulum = importlib.import_module(WARP).Pendulum
+    init = pendulum.__init__
+
+    def short(envs, *given):
+        init(envs, *given)
+        envs.limit = 6
+
+    monkeypatch.setattr(pendulum, "__init__", short)
+    monkeypatch.setattr("ppo_cma.pretrain_policy", lambda *_: None)
+    if request.node.callspec.params["script"] == MULTI:
+        monkeypatch.setattr(envpool, "make", toy)
 
 
-def parse(script, folder=None, more=""):
-    module = importlib.import_module(script)
-    place = f"--run-dir {folder}" if folder else ""
-    flags = f"{RUNS[script]} --no-cuda --quiet --checkpoint-interval 2 {place} {more}"
-    return module, module.parse_args(flags.split())
+def argv(script: str, folder: Path, flags: str = "", iterations: int = 6) -> list[str]:
+    total = f"--total-timesteps {iterations * STEPS[script]}"
+    return f"{SMALL[script]} --run-dir {folder} {total} {flags}".split()
 
 
-def outcome(module, folder):
-    """All that a run leaves, but for the time that it took."""
-    found = module.load_checkpoint(folder)
-    table = list(csv.reader(open(folder / "episodes.csv")))
-    step, iteration, _, rows = found.pop("counters")
-    args = found.pop("args")
-    return found, (step, iteration, rows), [[r[0], *r[2:]] for r in table], args
+def outcome(script: str, folder: Path):
+    """All that a run leaves, but for what it took: checkpoint, episodes, TensorBoard."""
+    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+    for how in ("env_workers", "checkpoint_interval"):
+        checkpoint["args"].pop(how, None)
+    for measured in ("seconds", "csv_size"):
+        del checkpoint[measured]
+    assert status(folder) == "finished" and not list(folder.glob("*.tmp"))
+    return checkpoint, rows(folder), scalars(folder)
 
 
-def same(a, b):
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            same(a[key], b[key])
-    elif isinstance(a, list | tuple) and not isinstance(a, str):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            same(x, y)
-    elif isinstance(a, torch.Tensor | np.ndarray):
-        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+# --- resumed, stopped, seeded ---------------------------------------------------------------------
+@EVERY
+def test_killed_and_resumed_is_uninterrupted(script, tmp_path, monkeypatch):
+    """The same tensors, episodes and points of TensorBoard, with and without workers; EnvPool's
+    games can't be played again, so there both runs are interrupted. The time goes on, too."""
+    quick_workers(monkeypatch)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    if script == MULTI:
+        assert train_until_killed(script, "update", 3, argv(script, whole), signal.SIGTERM) == 143
+        resume(script, whole)
     else:
-        assert a == b
-
-
-def killed(script, folder, call: int, more=""):
-    """Train in a fork that kills itself in this update."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            module, args = parse(script, folder, more)
-            plain, calls = module.update, []
-
-            def update(*given):
-                calls.append(1)
-                if len(calls) == call:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return plain(*given)
-
-            module.update = update
-            module.train(args)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        train(script, whole, iterations=6)
+    start = argv(script, cut, "--checkpoint-interval 3 --env-workers 2")
+    start = start if script in PARALLEL else start[:-2]
+    assert train_until_killed(script, "update", 5, start) == -signal.SIGKILL
+    assert no_worker_stays()
+    assert status(cut) == "running"
+    checkpoint = torch.load(cut / "checkpoint.pt", weights_only=True)
+    assert checkpoint["iteration"] == 3
+    written = (cut / "episodes.csv").stat().st_size
+    assert written > checkpoint["csv_size"] or script == WARP  # rows that will be logged again
+    if script in PARALLEL and script not in WHOLE:  # an episode was cut in two
+        assert any(len(actions) for *_, actions in checkpoint["episodes"])
+    torch.save(checkpoint | {"seconds": 5000.0}, cut / "checkpoint.pt")
+    for workers in (0, 2)[: 1 + (script in PARALLEL)]:
+        folder = shutil.copytree(cut, tmp_path / f"{workers}")
+        final = resume(script, folder, f"--env-workers {workers}" if script in PARALLEL else "")
+        assert_same(outcome(script, folder), outcome(script, whole))
+        assert final["iteration"] >= 5 and len(rows(folder)) > 3
+        table = csv.DictReader((folder / "episodes.csv").read_text().splitlines())
+        after = [float(row["seconds"]) > 5000.0 for row in table]
+        assert after == sorted(after) and after[-1] and not after[0]
+        facts = json.loads((folder / "run.json").read_text())
+        assert 5000 < final["seconds"] < facts["wall_seconds"] + 1 < 5600
+        assert scalars(folder, timed=True)["charts/SPS"][-1][1] < 1
 
 
 @EVERY
-def test_killed_resumed_with_workers_and_evaluated(script, tmp_path, capsys):
-    module, args = parse(script, tmp_path / "whole")
-    module.train(args)
-    whole = outcome(module, tmp_path / "whole")
-    assert whole[1][1] >= 5 and len(whole[2]) > 5
-    # the same command twice is the same run; a killed one goes on, also with worker processes
-    killed(script, tmp_path / "cut", 4)
-    again = module.load_checkpoint(tmp_path / "cut")
-    step, iteration, seconds, rows = again["counters"]
-    assert iteration == 2
-    env_id = RUNS[script].split()[1]
-    flags = f"--resume {tmp_path / 'cut'} --env-id {env_id} --env-workers 2"
-    module.train(module.parse_args(flags.split()))
-    resumed = outcome(module, tmp_path / "cut")
-    same(whole[:3], resumed[:3])
-    assert module.load_checkpoint(tmp_path / "cut")["counters"][2] > seconds
-    # greedy and sampled episodes, the same each time, which change nothing
-    module.train(parse(script, tmp_path / "seed", "--seed 2")[1])
-    assert outcome(module, tmp_path / "seed")[2] != whole[2]
-    before = {path: path.read_bytes() for path in (tmp_path / "cut").iterdir() if path.is_file()}
-    flags = f"--evaluate {tmp_path / 'cut'} --env-id {env_id} --eval-episodes 2 --no-cuda"
-    returns = [module.evaluate(module.parse_args(flags.split())) for _ in range(2)]
-    assert len(returns[0]) == 2 and returns[0] == returns[1]
-    assert before == {path: path.read_bytes() for path in before}
+def test_a_signal_saves_and_the_second_acts_at_once(script, tmp_path, capfd):
+    folder = tmp_path / "a run"  # its name is quoted in what is printed
+    start = [*argv(script, "X", "--checkpoint-interval 100")]
+    start[start.index("X")] = str(folder)
+    assert train_until_killed(script, "rollout", 1, start, signal.SIGTERM) == 128 + signal.SIGTERM
+    printed = capfd.readouterr()
+    again = f"--resume '{folder}'" + f" {named(script)}".rstrip()
+    assert re.search(rf"^go on with: \S+ \S*{script}\.py {re.escape(again)}$", printed.out, re.M)
+    assert printed.err.count("stopping after this iteration") == 1
+    assert "Traceback" not in printed.err
+    load = importlib.import_module(script).load_checkpoint
+    assert load(folder)["iteration"] == 1 and status(folder) == "running"
+    start = ["--resume", str(folder), *named(script).split()]
+    twice = signal.SIGINT, signal.SIGINT
+    assert train_until_killed(script, "rollout", 2, start, *twice) == -signal.SIGINT
+    assert load(folder)["iteration"] == 1 and status(folder) == "running"
+    assert train_until_killed(script, "rollout", 1, start, signal.SIGUSR1) == 128 + signal.SIGUSR1
+    assert load(folder)["iteration"] == 2
 
 
-WRONG = {
-    "--gamma 1.5": "gamma", "--learning-rate -1": "learning", "--env-id Nothing-v0": "Nothing",
-    "--no-such-flag 1": "no-such-flag", "--num-envs 0": "num", "--resume /nowhere": "nowhere",
-    "--evaluate /nowhere": "nowhere", "--env-kwargs [1]": "kwargs",
+@EVERY
+def test_the_same_seed_gives_the_same_bits_and_another_one_others(script, tmp_path):
+    """Also in a thread, where no signal can be caught: as in notebooks' servers and tuners."""
+    train(script, tmp_path / "1")
+    threads = [
+        threading.Thread(target=train, args=(script, tmp_path / name, flags))
+        for name, flags in (("again", ""), ("2", "--seed 2"))
+    ]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    first, same, other = (outcome(script, tmp_path / name) for name in ("1", "again", "2"))
+    assert_same(first, same)
+    assert other[1] != first[1] or script == MULTI  # whose toys pay for time alone
+    weights = [name for name, x in first[0]["agent"].items() if x.dim() > 1]
+    assert weights
+    for name in weights:
+        assert not torch.isclose(first[0]["agent"][name], other[0]["agent"][name]).all(), name
+
+
+# --- what a run leaves ----------------------------------------------------------------------------
+@EVERY
+def test_what_a_run_writes(script, tmp_path, capfd):
+    folder = tmp_path / "run"
+    final = train(script, folder, "--save-model --exp-name mine", iterations=3)
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    facts = json.loads((folder / "run.json").read_text(), parse_constant=pytest.fail)
+    assert (facts["script"], facts["status"], facts["seed"]) == (f"{script}.py", "finished", 1)
+    assert facts["args"] == json.loads(json.dumps(saved["args"]))
+    assert facts["versions"].keys() == {"torch", "gymnasium", "numpy"}
+    assert facts["global_step"] == final["global_step"]
+    assert 0 < final["seconds"] <= facts["wall_seconds"] + 0.01
+    assert_same(dict(torch.load(folder / "mine.cleanrl_model")), dict(final["agent"]))
+    # a row an episode, and what the console and TensorBoard say of each iteration's
+    assert (folder / "episodes.csv").read_text().startswith("global_step,seconds,return,length\n")
+    steps, returns, lengths = np.array(rows(folder)[1:], float).T
+    assert (np.diff(steps) >= 0).all() and 0 < steps[-1] <= final["global_step"]
+    assert facts["final_return"] == pytest.approx(returns[-100:].mean())
+    points = scalars(folder, timed=True)
+    ends = [step for step, _ in points["charts/SPS"]]
+    assert len(ends) == final["iteration"] == len(set(ends))
+    printed = capfd.readouterr().out
+    for tag, column in (("return", returns), ("length", lengths)):
+        of = np.searchsorted(ends, steps)
+        means = [(ends[k], column[of == k].mean()) for k in np.unique(of)]
+        np.testing.assert_allclose(points[f"charts/episodic_{tag}"], means, rtol=1e-6)
+        for end, mean in means if tag == "return" else ():
+            assert f"global_step={end}, episodic_return={mean:.4f}, episodes=" in printed
+    for tag, values in points.items():
+        if not tag.startswith(
+            ("charts/episodic_", "charts/return", "charts/team", "charts/deaths")
+        ):
+            assert [step for step, _ in values] == ends, tag
+    names = {f"losses/{name}" for name in [*METRICS, "explained_variance"]}
+    assert script in WHOLE or points.keys() >= names | {"charts/learning_rate"}
+    assert f"--evaluate {folder}" + f" {named(script)}".rstrip() in printed.splitlines()[-1]
+    if script == "ppo":  # the last of 100,000 episodes stay
+        assert len(final["last_returns"]) == len(returns[-100:])
+
+
+@EVERY
+def test_one_folder_one_run(script, tmp_path, monkeypatch, capfd):
+    """Refused where a run is, or a process that trains; without locks of files it is told."""
+    folder, module = tmp_path / "run", importlib.import_module(script)
+    plain, said = module.update, []
+
+    def update(*given, **more):
+        if not said:
+            said.append("")
+            said.append(refused(capfd, "another process trains", resume, script, folder))
+        return plain(*given, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "update", update)
+        train(script, folder)
+    assert len(said) == 2 and status(folder) == "finished"
+    before = content(folder)
+    if script != MULTI:  # which goes on, as torchrun and Slurm need it
+        refused(capfd, f"a run is there: --resume {folder}", train, script, folder)
+        assert content(folder) == before
+
+    def no_locks(*given):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    train(script, tmp_path / "unlocked")
+    assert "unlocked is not locked: " in capfd.readouterr().err
+    assert status(tmp_path / "unlocked") == "finished"
+
+
+@EVERY
+def test_weights_and_biases_are_one_run_however_often_resumed(script, tmp_path, monkeypatch):
+    begun, ended = [], []
+
+    def init(**more):
+        assert len(list((tmp_path / "run").glob("events.*"))) == len(begun)  # a writer follows it
+        begun.append(more)
+        return SimpleNamespace(id=more["id"] or "made", finish=lambda: ended.append(1))
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(__spec__=True, init=init))
+    train(script, tmp_path / "run", "--track --wandb-entity me --wandb-project-name mine")
+    resume(script, tmp_path / "run", "--total-timesteps 200")
+    assert [(x["id"], x["resume"]) for x in begun] == [(None, "allow"), ("made", "allow")]
+    assert {(x["project"], x["entity"], x["name"]) for x in begun} == {("mine", "me", "run")}
+    assert len(ended) == 2 and all(x["sync_tensorboard"] for x in begun)
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+def act(script: str, agent, episode: list, repeat: int) -> np.ndarray:
+    """What `agent.act` does at the observations of an episode, as the environment gets it."""
+    actions, more = [], {}
+    if script == "ppo_lstm":
+        more["state"] = agent.initial_state(1)
+    for time, row in enumerate(episode[:-1:repeat]):
+        more |= {"time": time} if script == "ppo_kl_adaptive" else {}
+        (action,) = agent.act(row["obs"][None], **more)
+        unclipped = script in ("ppo", "ppo_kl_adaptive")
+        actions.append(action if unclipped else np.clip(action, toys.BOX.low, toys.BOX.high))
+    return np.repeat(actions, repeat, axis=0)[: len(episode) - 1]
+
+
+@EVERY
+def test_evaluation(script, tmp_path, monkeypatch, capfd):
+    """It repeats, tells each return, writes nothing, and leaves the agent as it was saved; the
+    actions are those of `load` and `act`."""
+    folder, module, agents = tmp_path / "run", importlib.import_module(script), []
+    checkpoint = train(script, folder, iterations=4)
+    before, plain = content(folder), module.load
+
+    def load(*given):
+        agent, args = plain(*given)
+        agents.append(agent)
+        return agent, args
+
+    monkeypatch.setattr(module, "load", load)
+    monkeypatch.setattr(toys.Walk, "made", [])
+    capfd.readouterr()
+    returns = [evaluate(script, folder) for _ in range(2)]
+    printed = capfd.readouterr().out.splitlines()
+    assert returns[0] == returns[1] and len(returns[0]) == 3
+    assert content(folder) == before
+    assert len(agents) >= 2
+    for agent in agents:
+        assert_same(dict(agent.cpu().state_dict()), dict(checkpoint["agent"]))
+    half = len(printed) // 2
+    assert printed[:half] == printed[half:]
+    for i, score in enumerate(returns[0]):
+        assert printed[i].startswith(f"eval_episode={i}, episodic_return={score:.2f}")
+    other = ("sampled_episode=2, ", "greedy_episode=2, ")
+    assert any(line.startswith(other) for line in printed) or script == WARP
+    if script not in GYMNASIUM:
+        return
+    said = max((walk.said for walk in toys.Walk.made), key=len)
+    starts = [k for k, row in enumerate(said) if "seed" in row]
+    episodes = [said[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)]
+    episodes = [episode for episode in episodes if len(episode) > 1]
+    agent, args = plain(folder)
+    repeat = getattr(args, "action_repeat", 1) or 1  # 0: as the environment needs it
+    for episode, score in zip(episodes, returns[0], strict=False):
+        assert sum(row["reward"] for row in episode[1:]) == pytest.approx(score)
+        taken = [row["action"] for row in episode[1:]]
+        np.testing.assert_allclose(act(script, agent, episode, repeat), taken, rtol=1e-4, atol=1e-5)
+    seeds = [row["seed"] for row in said if "seed" in row]
+    assert len(set(seeds)) == len(seeds) >= 3
+
+
+@EVERY
+def test_videos(script, tmp_path):
+    train(script, tmp_path / "run")
+    returns = evaluate(script, tmp_path / "run", "--eval-episodes 1 --capture-video")
+    assert returns == evaluate(script, tmp_path / "run", "--eval-episodes 1")
+    films = list((tmp_path / "run" / "videos").glob("*.mp4"))
+    assert films and min(film.stat().st_size for film in films) > 500
+
+
+# --- what is broken -------------------------------------------------------------------------------
+def times_nan(x):
+    return {name: y * np.nan for name, y in x.items()} if isinstance(x, dict) else x * np.nan
+
+
+def spoilt(result, fault: str):
+    """What a step gives, with an observation or a reward that is no number."""
+    if fault == "an exception":
+        raise ZeroDivisionError("physics blew up")
+    if not isinstance(result, tuple):  # rewards alone
+        return times_nan(result)
+    obs, rewards, *rest = result
+    if fault == "observations":
+        return times_nan(obs), rewards, *rest
+    if isinstance(rest[-1], dict) and "reward" in rest[-1]:  # EnvPool's raw ones
+        rest[-1] |= {"reward": times_nan(rest[-1]["reward"])}
+    return obs, times_nan(rewards), *rest
+
+
+OWNER = {MULTI: Toy, AGENTS: toys.Group}  # of a method `step`; the others' is Walk
+
+
+@EVERY
+@pytest.mark.parametrize("fault", ["an exception", "observations", "rewards"])
+def test_a_fault_ends_the_run_which_goes_on_when_it_is_mended(script, fault, tmp_path, monkeypatch):
+    """In the fourth iteration, of which nothing is saved or learned: one without a fault has the
+    same end. An environment's own exception is Python's, with its line."""
+    if fault == "observations" and script == MULTI:
+        pytest.skip("of bytes")
+    module, folder, logged = importlib.import_module(script), tmp_path / "run", []
+    log, owner = module.Run.log, OWNER.get(script, toys.Walk)
+    if script == WARP:
+        owner = module.Pendulum
+    step = owner.step
+
+    def faulty(env, action):
+        result = step(env, action)
+        return spoilt(result, fault) if len(logged) == 3 else result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Run, "log", lambda *given: logged.append(1) or log(*given))
+        patch.setattr(owner, "step", faulty)
+        errors = {"an exception": (ZeroDivisionError, "^physics blew up$")}
+        named_ = FloatingPointError, rf"iteration 3: .*{fault[:3]}.* is not finite"
+        error, match = errors.get(fault, named_)
+        with pytest.raises(error, match=match) as raised:
+            train(script, folder, iterations=6)
+    assert any(entry.name == "faulty" for entry in raised.traceback) == (fault == "an exception")
+    assert status(folder) == "failed"
+    checkpoint = module.load_checkpoint(folder)
+    assert checkpoint["iteration"] == 2
+    assert all(x.isfinite().all() for x in checkpoint["agent"].values())
+    resume(script, folder)
+    if script != MULTI:  # whose games are new ones
+        train(script, tmp_path / "whole", iterations=6)
+        assert_same(outcome(script, folder), outcome(script, tmp_path / "whole"))
+
+
+@EVERY
+def test_nothing_is_saved_once_learning_is_not_finite(script, tmp_path, monkeypatch):
+    module, calls = importlib.import_module(script), []
+    plain = module.update
+
+    def update(agent, *given, **more):
+        metrics = plain(agent, *given, **more)
+        calls.append(1)
+        with torch.no_grad():
+            list(agent.parameters())[-1].view(-1)[-1] = np.inf if len(calls) > 3 else 0.0
+        return metrics
+
+    monkeypatch.setattr(module, "update", update)
+    with pytest.raises(FloatingPointError, match=r"iteration 3: [\w.]+ is not finite"):
+        train(script, tmp_path / "run", iterations=5)
+    assert status(tmp_path / "run") == "failed"
+    checkpoint = module.load_checkpoint(tmp_path / "run")
+    assert checkpoint["iteration"] == 2
+    assert all(x.isfinite().all() for x in checkpoint["agent"].values())
+
+
+FAULTS = {"step": "boom in step", "reset": "boom in reset", "death": "a worker ended",
+          "constructor": "boom in constructor"}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", PARALLEL)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_worker_is_named(script, fault, tmp_path, monkeypatch):
+    """With the environment's own line; no process stays."""
+    quick_workers(monkeypatch)
+    kwargs = json.dumps({"fault": fault}).replace(" ", "")
+    with pytest.raises((ZeroDivisionError, RuntimeError), match=FAULTS[fault]) as error:
+        train(script, tmp_path / "run", f"--env-workers 2 --env-kwargs {kwargs}")
+    if fault != "death":
+        assert any("self.strike(" in note for note in error.value.__notes__)
+    assert no_worker_stays()
+    assert (tmp_path / "run").exists() == (fault != "constructor")
+    if fault != "constructor":
+        assert status(tmp_path / "run") == "failed"
+
+
+# --- strangers' files -----------------------------------------------------------------------------
+class Bomb:
+    """Unpickled, it runs `function(*args)`."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+@EVERY
+def test_no_file_runs_code(script, tmp_path, monkeypatch, capfd):
+    """Nor does a checkpoint name a module to import. What is no checkpoint is one line."""
+    folder, mark = tmp_path / "run", tmp_path / "mark"
+    train(script, folder)
+    path = folder / "checkpoint.pt"
+    whole, good = path.read_bytes(), torch.load(path, weights_only=True)
+    bomb = Bomb(os.system, f"touch {mark}")
+    pickle.loads(pickle.dumps(bomb))
+    mark.unlink()  # which shows that it would work
+    files = [
+        lambda: torch.save(good | {"agent": bomb}, path),
+        lambda: path.write_bytes(pickle.dumps(bomb)),
+        lambda: path.write_bytes(whole[: len(whole) // 2]),
+        lambda: torch.save(good["agent"], path),
+        path.unlink,
+    ]
+    says = f"{script}.py: {folder}: no checkpoint of this script"
+    for write in files:
+        write()
+        for use in (resume, evaluate):
+            refused(capfd, says, use, script, folder)
+        assert not mark.exists()
+    (tmp_path / f"own_{script}.py").write_text(f"open({str(mark)!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    torch.save(good | {"args": good["args"] | {"env_id": f"own_{script}:Own-v0"}}, path)
+    for flag in ("--resume", "--evaluate"):
+        with pytest.raises(BaseException):  # noqa: B017
+            module = importlib.import_module(script)
+            args = module.parse_args([flag, str(folder)])
+            (module.evaluate if args.evaluate else module.train)(args)
+    assert not mark.exists()
+
+
+@EVERY
+def test_a_run_of_an_older_script_plays_and_is_not_resumed(script, tmp_path, capfd):
+    """e500984 kept four counters in one field, and flags that are gone."""
+    folder = tmp_path / "run"
+    train(script, folder)
+    returns = evaluate(script, folder)
+    old = torch.load(folder / "checkpoint.pt", weights_only=True)
+    counters = [old.pop(x) for x in ("global_step", "iteration", "seconds", "csv_size")]
+    old = {name: old[name] for name in ("script", "args", "agent", "adam") if name in old}
+    old |= {"counters": tuple(counters), "args": old["args"] | {"quiet": True}}
+    torch.save(old, folder / "checkpoint.pt")
+    before = content(folder)
+    refused(capfd, f"{folder} is of commit e500984 or older", resume, script, folder)
+    assert content(folder) == before
+    assert evaluate(script, folder) == returns
+
+
+OLD = {"ppo": "CartPole-v1", "ppo_continuous_action": "Hopper-v4", "ppo_kl_adaptive": "Swimmer-v4",
+       "ppo_cma": "InvertedDoublePendulum-v4", "ppo_pixels": "MiniGrid-DoorKey-5x5-v0"}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", OLD)
+def test_published_policies_of_e500984_are_not_resumed(script, capfd):
+    """That they play as they did is tested with the pages."""
+    flags = f"--resume {POLICIES / OLD[script]}"
+    refused(capfd, "is of commit e500984 or older", parse, script, flags)
+
+
+# --- the command line -----------------------------------------------------------------------------
+FULLY = {  # and what is said of it, by tyro's frame or in one line
+    "--learning-rat 0.1": "--learning-rate", "--epsilon 0.2": "Unrecognized options: --epsilon",
+    "surplus": "surplus", "--cuda maybe": "maybe", "--env-id": "Expected 1",
+    "--env-id nowhere:Env-v0": "nowhere", "--env-id Nothing-v0": "Nothing",
+    "--env-id Penduluum-v1": "Pendulum", "--env-id envpool:Nothing-v0": "EnvPool has no Nothing-v0",
+    "--env-id envpool:CartPole-v1": "for discrete ones: ppo.py",
+    "--env-id envpool:Pong-v5": "use ppo_pixels.py",
+    "--env-id toys:Turn-v0": "for discrete ones: ppo.py", "--seed one": "one",
+    "--seed -1": "seed is -1",
+    "--total-timesteps 1e6": "1e6", "--total-timesteps 1": "num_iterations is 0",
+    "--num-envs 0": "num_envs is 0", "--num-steps 0": "num_steps is 0",
+    "--num-minibatches 0": "num_minibatches is 0", "--num-minibatches 99": "minibatch_size is 0",
+    "--env-workers -1": "env_workers is -1", "--eval-episodes 0": "eval_episodes is 0",
+    "--env-kwargs []": "no JSON object", "--env-kwargs {": "Value error",
+    '--env-kwargs {"nonsense":1}': "nonsense", "--run-dir run": "a run is there: --resume run",
+    "--resume nowhere": "nowhere: no checkpoint", "--evaluate nowhere": "nowhere: no checkpoint",
+    "--resume run --seed 9": "seed: run keeps its 1: leave the flag out",
+    "--resume run --num-envs 3 --total-timesteps 96": "num_envs: run keeps its 2",
+    "--resume run --num-steps 6": "num_steps: run keeps its 8",
+    "--resume run --log-std-init 0": "log_std_init: run keeps its -0.7",
+    "--resume run --no-scale-actions": "scale_actions: run keeps its True",
+    "--resume run --total-timesteps 16": "run has trained more",
+    "--track": "wandb is not installed",
+    "--capture-video": "moviepy is not installed",
+    "--evaluate run --capture-video": "moviepy is not installed",
+}  # fmt: skip
+THREE = dict(list(FULLY.items())[1:2]) | {
+    "--learning-rate much": "much", "--resume nowhere": "nowhere: no checkpoint",
+    "--evaluate nowhere": "nowhere: no checkpoint", "--run-dir run": "a run is there",
 }  # fmt: skip
 
 
 @EVERY
-@pytest.mark.parametrize("flags", WRONG)
-def test_wrong_flags_are_one_message(script, flags, tmp_path, capfd):
-    with pytest.raises(SystemExit) as end:
-        module, args = parse(script, tmp_path / "run", flags)
-        (module.evaluate if args.evaluate else module.train)(args)
-    said = capfd.readouterr().err
-    assert end.value.code == 2 and WRONG[flags] in said and "Traceback" not in said
-    assert not (tmp_path / "run").exists()
+def test_wrong_flags_are_told_and_change_nothing(script, tmp_path, monkeypatch, capfd):
+    """All on one script, a few on each other one. Exit code 2, no traceback, no folder."""
+    installed(monkeypatch, wandb=False, moviepy=False)
+    monkeypatch.chdir(tmp_path)
+    train(script, Path("run"))
+    before, otherwise = content(tmp_path), []
+    module = importlib.import_module(script)
+    cases = FULLY if script == "ppo_continuous_action" else THREE
+    for flags, says in cases.items():
+        if script == MULTI and flags == "--run-dir run":  # it goes on
+            continue
+        capfd.readouterr()
+        small = f"{SMALL[script]} --total-timesteps 99"
+        if "run " in flags:
+            small = named(script)
+        small = [] if flags == "--env-id" else small.split()
+        try:
+            args = module.parse_args([*small, *flags.split()])
+            code = (module.evaluate if args.evaluate else module.train)(args)
+        except SystemExit as end:
+            code = end.code
+        err = capfd.readouterr().err
+        text = " ".join(word for word in err.split() if word != "│")
+        if code != 2 or says not in text or "Traceback" in err:
+            otherwise.append((flags, code, err))
+    assert not otherwise, "\n".join(map(str, otherwise))
+    assert content(tmp_path) == before
+
+
+CLEANRL = """--exp-name x --seed 7 --no-torch-deterministic --no-cuda --track --wandb-project-name p
+--wandb-entity me --capture-video --save-model --env-id some --total-timesteps 123456
+--learning-rate 0.125 --num-envs 6 --num-steps 65 --gamma 0.5 --gae-lambda 0.25 --num-minibatches 3
+--update-epochs 6 --no-norm-adv --clip-coef 0.375 --no-clip-vloss --ent-coef 0.0625 --vf-coef 0.75
+--max-grad-norm 1.5 --batch-size 390 --minibatch-size 130 --num-iterations 316"""
+ANNEALED = " --no-anneal-lr --target-kl 0.875"  # Warp's rate follows the KL
+
+
+@pytest.mark.parametrize("script", [x for x in SCRIPTS if x not in WHOLE])
+@pytest.mark.parametrize("mark", "-_")
+def test_command_lines_of_cleanrl_run(script, mark, monkeypatch):
+    installed(monkeypatch, wandb=True, moviepy=True)
+    line = CLEANRL + ANNEALED * (script != WARP)
+    spelled = re.sub("(?<=[a-z])-(?=[a-z])", mark, line)
+    args = vars(importlib.import_module(script).parse_args(spelled.split()))
+    for flag, value in re.findall(r"--(\S+)(?:\s+(?!--)(\S+))?", line):
+        name = flag.removeprefix("no-").replace("-", "_")
+        assert str(args[name]) == (value or str(not flag.startswith("no-"))), flag
+
+
+COADY = "--env_name Ant-v4 --num_episodes 9 --gamma 0.9 --lam 0.8 --kl_targ 0.02 --batch_size=7"
+ORIGINALS = {  # and what their flags are called here
+    "ppo_cma": (
+        "--env_name Humanoid-v4 --max_steps 10000000 --mode PPO-CMA-m --iter_steps 32000 "
+        "--batch_size 512 --history_buffer_size 9 --run_suffix 1 -lr 0.001 --ppo_epsilon 0.1",
+        "--env-id Humanoid-v4 --total-timesteps 10000000 --mode ppo-cma-m --iter-steps 32000 "
+        "--minibatch-size 512 --history-buffer-size 9 --exp-name 1 --learning-rate 0.001 "
+        "--clip-coef 0.1",
+    ),
+    "ppo_kl_adaptive": (
+        f"{COADY} --hid1_mult 3 --policy_logvar -0.5",
+        "Ant-v4 -n 9 -g 0.9 -l 0.8 -k 0.02 -b 7 -m 3 -v -0.5",
+    ),
+}
+
+
+@pytest.mark.parametrize("script", ORIGINALS)
+def test_the_originals_flags_mean_what_they_did(script):
+    first, second = (parse(script, line) for line in ORIGINALS[script])
+    assert first == second != importlib.import_module(script).Args()
+
+
+@pytest.mark.parametrize("script", [x for x in SCRIPTS if x != MULTI])
+def test_torchrun_is_refused(script, monkeypatch, capfd):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(capfd, "torchrun is for ppo_atari_multigpu.py", parse, script, SMALL[script])
+
+
+# --- as programs ----------------------------------------------------------------------------------
+@EVERY
+def test_what_the_header_requires_is_what_the_project_installs(script):
+    """Version for version: the project's own dependencies or those of an extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = set(project["dependencies"])
+    listed |= {each for extra in project["optional-dependencies"].values() for each in extra}
+    listed |= {each.replace("[mujoco]", "") for each in listed}  # which not every script needs
+    text = re.search(r"# /// script\n(.*?)# ///\n", (ROOT / f"{script}.py").read_text(), re.S)[1]
+    header = tomllib.loads(re.sub("^# ?", "", text, flags=re.M))
+    assert header["requires-python"] == project["requires-python"]
+    assert set(header["dependencies"]) - listed == set()
 
 
 @EVERY
-def test_a_folder_in_use_and_another_scripts_checkpoint(script, tmp_path, capfd):
-    module, args = parse(script, tmp_path / "run")
-    module.train(args)
-    with pytest.raises(SystemExit):
-        module.train(parse(script, tmp_path / "run")[1])
-    assert "a run is there" in capfd.readouterr().err
-    other = importlib.import_module("ppo_cma" if script == "ppo" else "ppo")
-    with pytest.raises(SystemExit):
-        other.evaluate(replace(other.Args(), evaluate=tmp_path / "run"))
+def test_importing_does_nothing(script, tmp_path, monkeypatch, capfd):
+    def world():
+        handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        numbers = np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        return handlers, numbers, torch.get_num_threads(), dict(os.environ)
+
+    monkeypatch.chdir(tmp_path)
+    before = world()
+    names = runpy.run_path(str(ROOT / f"{script}.py"), run_name="imported")
+    assert {"Args", "Agent"} <= names.keys()
+    assert world() == before
+    assert capfd.readouterr() == ("", "")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", COMPILED)
+def test_without_a_compiler_one_line_and_on(script, tmp_path, monkeypatch, capfd):
+    def missing(*args, **kwargs):
+        raise RuntimeError("no g++")
+
+    monkeypatch.setattr(torch._inductor.cpp_builder, "get_cpp_compiler", missing)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    torch._dynamo.reset()
+    module = importlib.import_module(script)
+    often = "--compile-from 0" if "compile_from" in module.Args.__annotations__ else ""
+    assert train(script, tmp_path / "run", f"--compile {often}")["iteration"] == 2
+    printed = capfd.readouterr()
+    assert len(re.findall("--compile: no working compiler.*going on eagerly", printed.out)) == 1
+    assert "Traceback" not in printed.err
+
+
+MINE = """
+import os, signal, gymnasium, toys
+
+def stop(env):
+    if env.count == 3 and not os.path.exists("stopped"):
+        open("stopped", "w").close()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+class Mine(toys.Walk):
+    def step(self, action):
+        stop(self)
+        return super().step(action)
+
+class make(toys.Group):
+    def step(self, actions):
+        stop(self)
+        return super().step(actions)
+
+gymnasium.register("Walk-v0", Mine)
+gymnasium.register("Turn-v0", Mine, kwargs={"actions": gymnasium.spaces.Discrete(3)})
+"""
+quick_one = "ppo_continuous_action"
+ALONE = [x if x == quick_one else pytest.param(x, marks=pytest.mark.slow) for x in PARALLEL]
+
+
+@pytest.mark.parametrize("script", ALONE)
+def test_a_script_alone_in_an_empty_folder(script, tmp_path):
+    """Copied, with an environment of one's own, in a run folder with a blank, stopped; what it
+    prints works when pasted where no Python is in PATH. Two workers cost one import of the
+    script more."""
+    text = (ROOT / f"{script}.py").read_text()
+    counted = 'import sys; print(__name__, "torch" in sys.modules, file=open("imports", "a"))'
+    (tmp_path / "own.py").write_text(text.replace("\nimport ", f"\n{counted}\nimport ", 1))
+    (tmp_path / "mine.py").write_text(MINE)
+    shutil.copy(toys.__file__, tmp_path)
+    for package in ("wandb", "moviepy", "benchmark"):
+        (tmp_path / f"{package}.py").write_text("raise ImportError")
+
+    def call(command: str, code: int) -> str:
+        done = subprocess.run(
+            ["/bin/sh", "-c", command], cwd=tmp_path, capture_output=True, text=True,
+            env={"OMP_NUM_THREADS": "1", "HOME": str(tmp_path)},
+        )  # fmt: skip
+        assert done.returncode == code, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stdout
+
+    flags = SMALL[script].replace("toys:", "mine:").replace("ppo_", "")
+    start = f"{sys.executable} own.py {flags} --total-timesteps 96 --run-dir 'a run'"
+    (again,) = re.findall("go on with: (.*)", call(start, 128 + signal.SIGTERM))
+    (play,) = re.findall("play with: (.*)", call(f"{again} --env-workers 2", 0))
+    assert "eval_episode=0, episodic_return=" in call(f"{play} --eval-episodes 1", 0)
+    assert status(tmp_path / "a run") == "finished"
+    imports = (tmp_path / "imports").read_text().splitlines()
+    assert imports.count("__main__ False") == 3 and imports.count("__mp_main__ False") <= 1
+    assert len(imports) > 3

