@@ -411,7 +411,7 @@ def train(args: Args | None) -> Path | None:
     agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # (detail 3)
     if args.resume:
         agent.load_state_dict(checkpoint["agent"])
-        agent.adam.load_state_dict(checkpoint["adam"])
+        agent.adam.load_state_dict(agent.adam.state_dict() | {"state": checkpoint["adam"]})
     copy_from_rank_0(agent)
     gradient = compile_grad(agent, args)
     buffers = make_buffers(agent, envs, args)
@@ -765,7 +765,7 @@ def save(run: Run, agent: Agent):
         return
     run.writer.flush()
     state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
-    state |= {"adam": agent.adam.state_dict()}
+    state |= {"adam": agent.adam.state_dict()["state"]}
     state |= {"global_step": run.global_step, "iteration": run.iteration}
     state |= {"seconds": time.monotonic() - run.start, "last_returns": list(run.last_returns)}
     state["csv_size"] = (run.folder / "episodes.csv").stat().st_size

@@ -441,7 +441,7 @@ def train(args: Args) -> Path:
     agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-8, fused=True)
     if args.resume:
         agent.load_state_dict(checkpoint["agent"])
-        agent.adam.load_state_dict(checkpoint["adam"])
+        agent.adam.load_state_dict(agent.adam.state_dict() | {"state": checkpoint["adam"]})
         agent.history = [[x.to(device) for x in batch] for batch in checkpoint["history"]]
         agent.rng.bit_generator.state = checkpoint["rng"]
         agent.generator.set_state(checkpoint["generator"])
@@ -665,7 +665,7 @@ def worker_loop(pipe, *envs_arguments):
             while True:
                 pipe.send((envs.obs, envs.autoreset, *reply))
                 reply = envs.step(*pipe.recv())
-    except (EOFError, BrokenPipeError):
+    except (EOFError, ConnectionError):
         pass  # the main process has closed the pipe, or was killed
     except BaseException as error:
         error.add_note(f"in a worker process: {traceback.format_exc()}")
@@ -677,7 +677,7 @@ class WorkerEnvs:
 
     def __init__(self, args: Args, episodes: list):
         atexit.register(self.close)  # or the interpreter would wait for the workers
-        context = multiprocessing.get_context("forkserver")  # imports this file only once
+        context = multiprocessing.get_context("forkserver")  # imports packages only once
         context.set_forkserver_preload(["__main__", "gymnasium", "torch.utils.tensorboard", "tyro"])
         self.pipes = []
         for indices in np.array_split(range(args.num_envs), min(args.env_workers, args.num_envs)):
@@ -822,7 +822,7 @@ def save(run: Run, agent: Agent):
     """Save all that is needed to continue. The file is renamed when whole: it is never half."""
     run.writer.flush()
     state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
-    state |= {"adam": agent.adam.state_dict(), "rng": agent.rng.bit_generator.state}
+    state |= {"adam": agent.adam.state_dict()["state"], "rng": agent.rng.bit_generator.state}
     state |= {"history": agent.history, "generator": agent.generator.get_state()}
     state |= {"global_step": run.global_step, "iteration": run.iteration}
     state |= {"seconds": time.monotonic() - run.start, "last_returns": list(run.last_returns)}

@@ -455,7 +455,7 @@ def train(args: Args) -> Path:
     agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # (detail 3)
     if args.resume:
         agent.load_state_dict(checkpoint["agent"])
-        agent.adam.load_state_dict(checkpoint["adam"])
+        agent.adam.load_state_dict(agent.adam.state_dict() | {"state": checkpoint["adam"]})
         agent.rng.bit_generator.state = checkpoint["rng"]
     with contextlib.closing(envs), Run(args, checkpoint) as run, stop_signals() as signals:
         save(run, agent)
@@ -933,7 +933,7 @@ def save(run: Run, agent: Agent):
     """Save all that is needed to continue. The file is renamed when whole: it is never half."""
     run.writer.flush()
     state = {"script": Path(__file__).name, "args": vars(run.args), "agent": agent.state_dict()}
-    state |= {"adam": agent.adam.state_dict(), "rng": agent.rng.bit_generator.state}
+    state |= {"adam": agent.adam.state_dict()["state"], "rng": agent.rng.bit_generator.state}
     state |= {"global_step": run.global_step, "iteration": run.iteration}
     state |= {"seconds": time.monotonic() - run.start, "last_returns": list(run.last_returns)}
     state["csv_size"] = (run.folder / "episodes.csv").stat().st_size

@@ -30,10 +30,7 @@ def keep(run: Path) -> str:
     weights = {name: smaller(name, x) for name, x in saved["agent"].items()}
     folder = POLICIES / args["env_id"].rpartition(":")[2]
     folder.mkdir(exist_ok=True)
-    kept = {"args": args, "agent": weights}
-    if "names" in saved:  # what the agent of ppo_pixels.py sees
-        kept["names"] = saved["names"]
-    torch.save(kept, folder / "checkpoint.pt")
+    torch.save({"args": args, "agent": weights}, folder / "checkpoint.pt")
     module = importlib.import_module(script)
     flags = ["--evaluate", str(folder), "--eval-episodes", "20", "--no-cuda"]
     flags += ["--env-id", args["env_id"]]
@@ -41,14 +38,15 @@ def keep(run: Path) -> str:
     module_of = args["env_id"].rpartition(":")[0]
     own = ("seed", "batch_size", "minibatch_size", "num_iterations")
     own += () if module_of else ("env_id",)  # a module has to be named again
-    changed = {k: x for k, x in args.items() if k not in own and x != getattr(module.Args(), k)}
+    default = vars(module.Args())  # runs of older commits may have arguments that are gone
+    changed = {k: x for k, x in args.items() if k not in own and x != default.get(k, x)}
     more = " ".join(f"`{k}={x}`" for k, x in changed.items())
     if content["status"] != "finished":
         more += f" stopped before its {args['total_timesteps']:,} steps"
     name = f"{folder.name} | `{script}.py` | {more} | {args['seed']}"
     digits = 1 if abs(np.mean(returns)) >= 10 else 2
     score = f"{np.mean(returns):,.{digits}f} +- {np.std(returns):,.{digits}f}"
-    return f"| {name} | {saved['counters'][0]:,} | {score} |"
+    return f"| {name} | {content['global_step']:,} | {score} |"
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ NEAR = {"Run.__init__": 10}  # so many lines, at most, unlike those of ppo_conti
 OWN = {
     "PoolEnvs.__init__": [[PPO], [PIXELS, LSTM]],  # masks; options of Atari, lives and games
     "PoolEnvs.flatten": [[PPO]],  # choices as ones and zeros
-    "PoolEnvs.step": [[PPO], [PIXELS], [LSTM]],  # branches; raw scores and lost lives
+    "PoolEnvs.step": [[PPO], [PIXELS, LSTM]],  # masks; raw scores and lost lives
     "Run.__exit__": [[KL], [CMA], [ATARI]],  # whole episodes go beyond the total; of rank 0
     "Run.log": [[ATARI]],  # of rank 0
     "WorkerEnvs.receive": [[PIXELS, LSTM]],  # observations of several parts

@@ -53,7 +53,7 @@ def first_losses(folder) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_learning_on_a_gpu_is_learning_on_a_cpu(name, tmp_path, monkeypatch, capsys):
+def test_learning_on_a_gpu_is_learning_on_a_cpu(name, tmp_path, monkeypatch):
     script = the_script(name)
     monkeypatch.syspath_prepend(str(ROOT / "tests"))
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
@@ -62,17 +62,18 @@ def test_learning_on_a_gpu_is_learning_on_a_cpu(name, tmp_path, monkeypatch, cap
         flags = f"{FLAGS[name]} {device} --total-timesteps {STEPS.get(name, 256)}"
         script.train(script.parse_args(shlex.split(f"{flags} --run-dir {tmp_path / device}")))
         losses.append(first_losses(tmp_path / device))
-    assert "cuda" in capsys.readouterr().out
+    assert torch.cuda.max_memory_allocated() > 0
     assert len(losses[0]) >= 2 and losses[0].keys() == losses[1].keys()
     for tag, value in losses[0].items():
         assert losses[1][tag] == pytest.approx(value, rel=0.02, abs=1e-3), tag
-    before = script.load_checkpoint(tmp_path / "--cuda")["counters"]
+    before = script.load_checkpoint(tmp_path / "--cuda")
     again = f"--resume {tmp_path / '--cuda'} --total-timesteps {2 * STEPS.get(name, 256)}"
     env_id = script.parse_args(shlex.split(FLAGS[name])).env_id
     named = f" --env-id {env_id}" if ":" in env_id else ""
     script.train(script.parse_args(shlex.split(again + named)))
     after = script.load_checkpoint(tmp_path / "--cuda")
-    assert after["counters"][1] > before[1]  # iterations
+    key = "counters" if "counters" in after else "iteration"
+    assert after[key] > before[key]
     assert all(torch.as_tensor(x).isfinite().all() for x in after["agent"].values())
     assert status(tmp_path / "--cuda") == "finished"
     if name in EVALUATED:
@@ -85,13 +86,13 @@ def test_numpy_acts_as_the_network_on_the_device(name):
     """`numpy_actor` is made from parameters on a GPU, and made anew when they have changed."""
     script = the_script(name)
     args = script.parse_args(shlex.split(FLAGS[name]))
-    with script.contextlib.closing(script.make_envs(args, 4)) as envs:
+    with script.contextlib.closing(script.make_envs(args, 4, {})) as envs:
         agent = script.Agent(envs, args).to("cuda")
         obs = np.random.default_rng(0).normal(size=(64, *envs.obs.shape[1:])).astype(np.float32)
     tensor = torch.as_tensor(obs, device="cuda")
     acted = []
     for _ in range(2):
-        acted.append(agent.numpy_actor()(obs))
+        acted.append(script.numpy_actor(agent)(obs))
         with torch.no_grad():
             if name == "ppo":
                 wanted = agent.actor(tensor).argmax(dim=-1)

@@ -90,11 +90,11 @@ class Ours:
     def __init__(self, script: str, env_id: str, num_envs: int, workers: int):
         module = importlib.import_module(script)
         args = module.Args(env_id=env_id, num_envs=num_envs, env_workers=workers)
-        self.envs = module.make_envs(args, num_envs)
+        self.envs = module.make_envs(args, num_envs, {})
         self.space = self.envs.action_space
 
     def step(self, actions: np.ndarray) -> int:
-        counts = len(actions) - np.count_nonzero(self.envs.over)
+        counts = len(actions) - np.count_nonzero(self.envs.autoreset)
         self.envs.step(actions.reshape(len(actions), -1))
         return counts
 

@@ -37,7 +37,7 @@ def train(name: str, engine: str) -> tuple[int, float]:
     env_id, flags, steps = TASKS[name]
     *pool, workers = engine.split()
     prefix = "envpool:" if pool else ""
-    command = f"ppo_continuous_action.py --no-cuda --no-compile --quiet {flags}"
+    command = f"ppo_continuous_action.py --no-cuda --no-compile {flags}"
     command += f" --total-timesteps {steps} --env-id {prefix}{env_id} --env-workers {workers}"
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"

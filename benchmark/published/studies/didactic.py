@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-from ppo_cma import Agent, Args, pretrain_policy
+from ppo_cma import Agent, Args, Rollout, pretrain_policy, update
 
 ITERATIONS = 20
 ACTIONS = 64
@@ -37,18 +37,20 @@ def optimize(mode: str, seed: int, history: int = 5) -> Result:
     """20 iterations of one algorithm; every action is an episode of its own."""
     torch.set_num_threads(1)
     more = {"minibatch_size": ACTIONS, "history_buffer_size": history}
-    agent = Agent(PROBLEM, Args(mode=mode, seed=seed, gamma=0.0, **more), pretrain=False)
+    args = Args(mode=mode, seed=seed, gamma=0.0, **more)
+    agent = Agent(PROBLEM, args)
+    agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-8, fused=True)
     agent.initial_mean.fill_(-1.0)
     agent.initial_std.fill_(0.25)
-    pretrain_policy(agent)
-    state = np.zeros((ACTIONS, 1), np.float32)
+    pretrain_policy(agent, args)
+    obs = np.zeros((ACTIONS, 1), np.float32)
     result = Result([], [], [])
     for _ in range(ITERATIONS):
-        actions = agent.act(state, agent.noise(ACTIONS))
-        for action in actions:
-            agent.memorize(state[0], action, -float(action @ action), done=True)
+        actions = agent.act(obs, agent.noise(ACTIONS))
+        rewards = np.array([-float(action @ action) for action in actions])
+        metrics = update(agent, Rollout(obs, actions, rewards, np.ones(ACTIONS, bool)), args)
         result.clouds.append(actions)
-        result.rewards.append(agent.update_with_memorized()["charts/mean_episodic_return"])
+        result.rewards.append(metrics["charts/mean_episodic_return"])
         with torch.no_grad():
             result.sigmas.append((0.5 * agent.logvar(torch.zeros(1))).exp().mean().item())
     return result
