@@ -107,7 +107,7 @@ def test_a_resumed_run_takes_other_flags(tmp_path, undisturbed):
     resumed = ppo_cma.load_checkpoint(tmp_path / "run")
     assert len(resumed["history"]) == 2
     assert scalars(tmp_path / "run")["charts/learning_rate"][-1][1] == pytest.approx(1e-4)
-    steps = max(x["step"].item() for x in resumed["adam"]["state"].values())
+    steps = max(x["step"].item() for x in resumed["adam"].values())
     before, after = undisturbed[1]["iteration"], resumed["iteration"]
     assert before < after
     assert steps == 5 * before + 3 * (after - before)
