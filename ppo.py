@@ -20,8 +20,7 @@ Expect 470 over the last 100 episodes of training on CartPole-v1 (100,000 steps,
 CPU core), and 500 of the final policy. Flags and tags are CleanRL's. Its defaults are
 `--learning-rate 2.5e-4 --update-epochs 4`.
 
-In order: Args, the Agent, the algorithm (gae, ppo_loss, minibatch_step, update), rollout, train.
-After train nothing is PPO: speed, environments, run folder, evaluation, command line.
+In order: Args, agent, algorithm, rollout, train. Below the line after train nothing is PPO.
 """
 
 import atexit
@@ -60,7 +59,7 @@ from tqdm import tqdm
 class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's name
     seed: int = 1  # seeds the networks, actions, minibatches and each episode's reset
-    torch_deterministic: bool = True  # sets torch.backends.cudnn.deterministic
+    torch_deterministic: bool = True  # CleanRL's; it changes nothing here
     cuda: bool = True  # use a GPU if there is one; networks this small gain little from it
     num_threads: int = 1  # CPU threads of torch; more than one rarely helps networks this small
     compile: bool = True  # compile the update if a compiler works; results are the same to rounding
@@ -281,13 +280,12 @@ def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step) -> dict
         return {}
     results = []  # metrics of each step
     coefficients = as_tensors(args, device)
-    for epoch in range(args.update_epochs):
+    for _ in range(args.update_epochs):
         order = torch.as_tensor(agent.rng.permutation(rows), device=device)
-        with unguarded(step, epoch):
-            # every sample once an epoch, in minibatches of nearly equal size (detail 6)
-            for minibatch in order.tensor_split(num_minibatches):
-                names, result = step(agent, agent.adam, coefficients, batch, minibatch)
-                results.append(result.clone())  # CUDA graphs reuse their output
+        # every sample once an epoch, in minibatches of nearly equal size (detail 6)
+        for minibatch in unguarded(step, order.tensor_split(num_minibatches)):
+            names, result = step(agent, agent.adam, coefficients, batch, minibatch)
+            results.append(result.clone())  # CUDA graphs reuse their output
         approx_kl = torch.stack(results[-num_minibatches:])[:, names.index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
@@ -327,7 +325,6 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs | PoolEnvs", run: "Run", args
 def train(args: Args) -> Path:
     """Train, or go on training; returns the run's folder."""
     torch.set_num_threads(args.num_threads)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
     envs = make_envs(args, args.num_envs, checkpoint)
@@ -443,11 +440,14 @@ def as_tensors(args: Args, device: torch.device) -> Args:
     return args
 
 
-def unguarded(step, epoch: int):
-    """While this is open, after the first epoch, compiled code does not look if it still fits."""
-    if epoch == 0 or step is minibatch_step:  # set_stance would import the compiler for nothing
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
+def unguarded(step, minibatches):
+    """Yield the minibatches of an epoch. Compiled code looks only at the first if it still fits."""
+    yield minibatches[0]
+    if step is minibatch_step:  # set_stance would import the compiler for nothing
+        yield from minibatches[1:]
+    else:
+        with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
+            yield from minibatches[1:]
 
 
 def compile_step(agent: Agent, args: Args):
@@ -560,7 +560,7 @@ class Envs:
         obs, reward, terminated, truncated, info = self.envs[i].step(action)
         self.autoreset[i] = terminated or truncated
         self.rows[i] = self.with_mask(obs, info)
-        return reward, terminated, truncated
+        return np.asarray(reward).item(), terminated, truncated
 
     def with_mask(self, obs: np.ndarray, info: dict) -> np.ndarray:
         """The observation [D] and, if there is one, its mask of valid choices [sum of branches]."""
@@ -588,7 +588,8 @@ class Envs:
 
     def close(self):
         for env in self.envs:
-            env.close()
+            with contextlib.suppress(Exception):  # training has ended, and is saved
+                env.close()
 
 
 def worker_loop(pipe, *envs_arguments):
@@ -621,9 +622,7 @@ class WorkerEnvs:
             context.Process(target=worker_loop, args=(worker_pipe, args, indices, episodes)).start()
             worker_pipe.close()
             self.pipes.append(pipe)
-        observation_spaces, action_spaces = self.receive()
-        self.observation_space = observation_spaces[0]
-        self.action_space = action_spaces[0]
+        (self.observation_space, *_), (self.action_space, *_) = self.receive()  # alike in all
 
     def receive(self) -> list:
         """Receive obs, autoreset and more from each worker; returns the tuples of what is more."""
@@ -783,7 +782,8 @@ class Run:
             score, past_actions = 0.0, []
         rows = slice(resets[-1] + 1 if len(resets) else 0, t)
         score += float(rewards[rows, i].sum())
-        return number + len(resets), score, [*past_actions, *actions[rows, i]]
+        past_actions = np.asarray(past_actions, actions.dtype).reshape(-1, actions.shape[-1])
+        return number + len(resets), score, np.concatenate((past_actions, actions[rows, i]))
 
     def log_rollout(self, actions: np.ndarray, rewards: np.ndarray, autoreset: np.ndarray):
         """Take in a rollout, [T, N, ...] and autoreset [T + 1, N]: log the episodes that ended."""

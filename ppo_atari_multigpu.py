@@ -25,8 +25,7 @@ The number of processes changes where the work is done, not what is learned. The
 Expect 20 on Pong-v5 and 290 on Breakout-v5 after 4M steps with the flags on its page (raw scores).
 Flags and tags are CleanRL's. Left out on purpose: recurrence, other environments than EnvPool's.
 
-In order: Args, the Agent, the algorithm (gae, ppo_loss, minibatch_step, update), rollout, train.
-After train nothing is PPO: speed, processes, environments, run folder, evaluation, command line.
+In order: Args, agent, algorithm, rollout, train. Below the line after train nothing is PPO.
 """
 
 import contextlib

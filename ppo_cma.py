@@ -26,8 +26,7 @@ one CPU core), and 6,600 of the final policy. Tune `--iter-steps` (N): 4k for to
 robots, 32k for 3-D ones.
 Left out on purpose: discrete or unbounded actions, gradient clipping, bootstrapping at time limits.
 
-In order: Args, the Agent, the algorithm (gae, the losses, fit, update), rollout, train.
-After train nothing is PPO: speed, environments, run folder, evaluation, command line.
+In order: Args, agent, algorithm, rollout, train. Below the line after train nothing is PPO.
 """
 
 import atexit
@@ -68,7 +67,7 @@ MODES = ("ppo-cma-m", "ppo-cma", "ppo", "pg", "pg-pos")
 class Args:
     exp_name: Annotated[str, arg(aliases=["--run-suffix"])] = Path(__file__).stem  # in RUN's name
     seed: int = 1  # seeds the networks, actions, minibatches and each episode's reset
-    torch_deterministic: bool = True  # sets torch.backends.cudnn.deterministic
+    torch_deterministic: bool = True  # CleanRL's; it changes nothing here
     cuda: bool = True  # use a GPU if there is one; networks this small gain little from it
     num_threads: int = 1  # CPU threads of torch; more than one rarely helps networks this small
     track: bool = False  # also log to Weights and Biases
@@ -432,7 +431,6 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs", run: "Run", args: Args) -> 
 def train(args: Args) -> Path:
     """Train, or go on training; returns the run's folder."""
     torch.set_num_threads(args.num_threads)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
     envs = make_envs(args, args.num_envs, checkpoint)
@@ -644,15 +642,16 @@ class Envs:
                 continue
             while steps[i] < self.args.action_repeat and not (terminated[i] or truncated[i]):
                 obs, reward, terminated[i], truncated[i], _ = self.envs[i].step(rows[i].copy())
-                rewards[i] += reward
+                rewards[i] += np.asarray(reward).item()
                 steps[i] += 1
-            self.obs[i] = obs
+            self.obs[i] = np.reshape(obs, self.observation_space.shape)
         self.autoreset = np.where(playing, terminated | truncated, self.autoreset)
         return rewards, terminated, truncated, steps
 
     def close(self):
         for env in self.envs:
-            env.close()
+            with contextlib.suppress(Exception):  # training has ended, and is saved
+                env.close()
 
 
 def worker_loop(pipe, *envs_arguments):
@@ -685,9 +684,7 @@ class WorkerEnvs:
             context.Process(target=worker_loop, args=(worker_pipe, args, indices, episodes)).start()
             worker_pipe.close()
             self.pipes.append(pipe)
-        observation_spaces, action_spaces = self.receive()
-        self.observation_space = observation_spaces[0]
-        self.action_space = action_spaces[0]
+        (self.observation_space, *_), (self.action_space, *_) = self.receive()  # alike in all
 
     def receive(self) -> list:
         """Receive obs, autoreset and more from each worker; returns the tuples of what is more."""

@@ -21,8 +21,7 @@ Expect 5,200 over the last 100 episodes of training on HalfCheetah-v4 (1M steps,
 CPU core), and 6,300 of the final policy. Flags and tags are CleanRL's. Its defaults are
 `--log-std-init 0 --no-scale-actions --clip-vloss --target-kl None --ent-coef 0`.
 
-In order: Args, the Agent, the algorithm (gae, ppo_loss, minibatch_step, update), rollout, train.
-After train nothing is PPO: speed, environments, run folder, evaluation, command line.
+In order: Args, agent, algorithm, rollout, train. Below the line after train nothing is PPO.
 """
 
 import atexit
@@ -60,7 +59,7 @@ from tqdm import tqdm
 class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's name
     seed: int = 1  # seeds the networks, actions, minibatches and each episode's reset
-    torch_deterministic: bool = True  # sets torch.backends.cudnn.deterministic
+    torch_deterministic: bool = True  # CleanRL's; it changes nothing here
     cuda: bool = True  # use a GPU if there is one; networks this small gain little from it
     num_threads: int = 1  # CPU threads of torch; more than one rarely helps networks this small
     compile: bool = True  # compile the update if a compiler works; results are the same to rounding
@@ -325,17 +324,16 @@ def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step) -> dict
         return {}
     results = []  # metrics of each step
     coefficients = as_tensors(args, device)
-    for epoch in range(args.update_epochs):
+    for _ in range(args.update_epochs):
         order = torch.as_tensor(agent.rng.permutation(rows), device=device)
         if args.rpo_alpha:  # Rahman & Xue 2023, algorithm 1: shifted actions are shifted means
             noise = agent.rng.uniform(-args.rpo_alpha, args.rpo_alpha, actions.shape)
             shifted = actions - torch.as_tensor(noise).to(actions) * agent.unit
             batch = batch._replace(actions=shifted.flatten(0, 1))
-        with unguarded(step, epoch):
-            # every sample once an epoch, in minibatches of nearly equal size (detail 6)
-            for minibatch in order.tensor_split(num_minibatches):
-                names, result = step(agent, agent.adam, coefficients, batch, minibatch)
-                results.append(result.clone())  # CUDA graphs reuse their output
+        # every sample once an epoch, in minibatches of nearly equal size (detail 6)
+        for minibatch in unguarded(step, order.tensor_split(num_minibatches)):
+            names, result = step(agent, agent.adam, coefficients, batch, minibatch)
+            results.append(result.clone())  # CUDA graphs reuse their output
         approx_kl = torch.stack(results[-num_minibatches:])[:, names.index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
@@ -387,7 +385,6 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs | PoolEnvs", run: "Run", args
 def train(args: Args) -> Path:
     """Train, or go on training; returns the run's folder."""
     torch.set_num_threads(args.num_threads)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
     envs = make_envs(args, args.num_envs, checkpoint)
@@ -489,11 +486,14 @@ def as_tensors(args: Args, device: torch.device) -> Args:
     return args
 
 
-def unguarded(step, epoch: int):
-    """While this is open, after the first epoch, compiled code does not look if it still fits."""
-    if epoch == 0 or step is minibatch_step:  # set_stance would import the compiler for nothing
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
+def unguarded(step, minibatches):
+    """Yield the minibatches of an epoch. Compiled code looks only at the first if it still fits."""
+    yield minibatches[0]
+    if step is minibatch_step:  # set_stance would import the compiler for nothing
+        yield from minibatches[1:]
+    else:
+        with torch.compiler.set_stance("default", skip_guard_eval_unsafe=True):
+            yield from minibatches[1:]
 
 
 def compile_step(agent: Agent, args: Args):
@@ -552,9 +552,7 @@ def env_actions(box: gym.spaces.Box, actions: np.ndarray) -> np.ndarray:
     The agent learns from its own actions, which are not clipped (continuous detail 5)."""
     shaped = actions.reshape(-1, *box.shape)
     clipped = np.minimum(np.maximum(shaped, box.low), box.high)
-    if box.dtype.kind in "iu":
-        clipped = np.rint(clipped)
-    return clipped.astype(box.dtype, copy=False)
+    return (clipped if box.dtype.kind == "f" else np.rint(clipped)).astype(box.dtype, copy=False)
 
 
 class Envs:
@@ -601,13 +599,16 @@ class Envs:
             if self.autoreset[i]:
                 self.begin(i, self.episode_numbers[i] + 1)
             else:
-                self.obs[i], rewards[i], terminated[i], truncated[i], _ = self.envs[i].step(action)
+                obs, reward, terminated[i], truncated[i], _ = self.envs[i].step(action)
+                self.obs[i] = np.reshape(obs, self.observation_space.shape)
+                rewards[i] = np.asarray(reward).item()
         self.autoreset = terminated | truncated
         return rewards, terminated, truncated
 
     def close(self):
         for env in self.envs:
-            env.close()
+            with contextlib.suppress(Exception):  # training has ended, and is saved
+                env.close()
 
 
 def worker_loop(pipe, *envs_arguments):
@@ -640,9 +641,7 @@ class WorkerEnvs:
             context.Process(target=worker_loop, args=(worker_pipe, args, indices, episodes)).start()
             worker_pipe.close()
             self.pipes.append(pipe)
-        observation_spaces, action_spaces = self.receive()
-        self.observation_space = observation_spaces[0]
-        self.action_space = action_spaces[0]
+        (self.observation_space, *_), (self.action_space, *_) = self.receive()  # alike in all
 
     def receive(self) -> list:
         """Receive obs, autoreset and more from each worker; returns the tuples of what is more."""
@@ -790,7 +789,8 @@ class Run:
             score, past_actions = 0.0, []
         rows = slice(resets[-1] + 1 if len(resets) else 0, t)
         score += float(rewards[rows, i].sum())
-        return number + len(resets), score, [*past_actions, *actions[rows, i]]
+        past_actions = np.asarray(past_actions, actions.dtype).reshape(-1, actions.shape[-1])
+        return number + len(resets), score, np.concatenate((past_actions, actions[rows, i]))
 
     def log_rollout(self, actions: np.ndarray, rewards: np.ndarray, autoreset: np.ndarray):
         """Take in a rollout, [T, N, ...] and autoreset [T + 1, N]: log the episodes that ended."""

@@ -23,8 +23,7 @@ Expect 10,000 on HalfCheetah-v4 after a minute on an H100; on a CPU ppo_continuo
 several times faster. All is on the device, and no host waits in an iteration: so no --target-kl, no
 --compile (a GPU records CUDA graphs), no --anneal-lr (the KL sets the rate), no pixels.
 
-In order: Args, the Agent, the algorithm (gae, ppo_loss, minibatch_step, update), rollout, train.
-After train nothing is PPO: speed, environments, run folder, evaluation, command line.
+In order: Args, agent, algorithm, rollout, train. Below the line after train nothing is PPO.
 """
 
 import contextlib

@@ -27,8 +27,7 @@ Expect 2,600 on Hopper-v4 after 1.5M steps (one seed of three falls back to 500)
 HalfCheetah-v4 after 1M; 1M steps take three to five minutes on one CPU core. Left out on purpose:
 pixels, recurrence, several or mixed action branches, EnvPool, a compiled step.
 
-In order: Args, the Agent, the algorithm (gae, Servo, ppo_loss, update), rollout, train. After train
-nothing is PPO: speed, environments, run folder, evaluation, command line.
+In order: Args, agent, algorithm, rollout, train. Below the line after train nothing is PPO.
 """
 
 import atexit
@@ -68,7 +67,7 @@ from tyro.conf import arg
 class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's name
     seed: int = 1  # seeds the networks, actions, minibatches and each episode's reset
-    torch_deterministic: bool = True  # sets torch.backends.cudnn.deterministic
+    torch_deterministic: bool = True  # CleanRL's; it changes nothing here
     cuda: bool = True  # use a GPU if there is one; networks this small gain little from it
     num_threads: int = 1  # CPU threads of torch; more than one rarely helps networks this small
     track: bool = False  # also log to Weights and Biases
@@ -114,10 +113,12 @@ class Args:
                 raise ValueError(f"{name} is {value}: at least {least} is needed")
         if self.num_envs > self.episodes_per_batch:
             raise ValueError("num_envs is more than episodes_per_batch: some would never play")
-        if not (0.0 <= self.gamma <= 1.0 and 0.0 <= self.gae_lambda <= 1.0):
-            raise ValueError("gamma and gae_lambda are between 0 and 1")
-        if type(json.loads(self.env_kwargs)) is not dict:
-            raise ValueError("env_kwargs is no JSON object")
+        try:
+            dict(**json.loads(self.env_kwargs))
+        except (TypeError, ValueError):
+            raise ValueError(f"env_kwargs is {self.env_kwargs}: no JSON object") from None
+        if self.env_id.startswith("envpool:"):
+            raise ValueError("whole episodes can't be played with EnvPool")
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -493,7 +494,6 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs", run: "Run", num_episodes: i
 def train(args: Args) -> Path:
     """Train, or go on training; returns the run's folder."""
     torch.set_num_threads(args.num_threads)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
     envs = make_envs(args, args.num_envs, checkpoint)
@@ -682,13 +682,16 @@ class Envs:
             if self.autoreset[i]:
                 self.begin(i, self.episode_numbers[i] + 1)
             else:
-                self.obs[i], rewards[i], terminated[i], truncated[i], _ = self.envs[i].step(rows[i])
+                obs, reward, terminated[i], truncated[i], _ = self.envs[i].step(rows[i])
+                self.obs[i] = np.reshape(obs, self.observation_space.shape)
+                rewards[i] = np.asarray(reward).item()
             self.autoreset[i] = terminated[i] or truncated[i]
         return rewards, terminated, truncated
 
     def close(self):
         for env in self.envs:
-            env.close()
+            with contextlib.suppress(Exception):  # training has ended, and is saved
+                env.close()
 
 
 def worker_loop(pipe, *envs_arguments):
@@ -721,9 +724,7 @@ class WorkerEnvs:
             context.Process(target=worker_loop, args=(worker_pipe, args, indices, episodes)).start()
             worker_pipe.close()
             self.pipes.append(pipe)
-        observation_spaces, action_spaces = self.receive()
-        self.observation_space = observation_spaces[0]
-        self.action_space = action_spaces[0]
+        (self.observation_space, *_), (self.action_space, *_) = self.receive()  # alike in all
 
     def receive(self) -> list:
         """Receive obs, autoreset and more from each worker; returns the tuples of what is more."""

@@ -24,8 +24,7 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
 cue to its use. Expect 500 on CartPole without velocities after 100,000 steps (greedy). Flags and
 tags are CleanRL's. Left out: transformers.
 
-In order: Args, the Agent, the algorithm (gae, ppo_loss, update), rollout, train.
-After train nothing is PPO: spaces, environments, run folder, evaluation, command line.
+In order: Args, agent, algorithm, rollout, train. Below the line after train nothing is PPO.
 """
 
 import atexit
@@ -133,14 +132,15 @@ class Args:
             least = 0 if name in may_be_0 else 1
             if type(value) is int and value < least:
                 raise ValueError(f"{name} is {value}: at least {least} is needed")
-        if not (0.0 <= self.gamma <= 1.0 and 0.0 <= self.gae_lambda <= 1.0):
-            raise ValueError("gamma and gae_lambda are between 0 and 1")
         if self.num_steps < 4 or self.num_minibatches > self.num_envs:
             raise ValueError("num_steps is at least 4, num_minibatches at most num_envs")
         if self.resize and len([int(size) for size in self.resize.split("x")]) != 2:
             raise ValueError(f"resize is {self.resize}: height and width are needed, as 60x80")
-        if not all(type(json.loads(x)) is dict for x in (self.env_kwargs, self.eval_env_kwargs)):
-            raise ValueError("env_kwargs or eval_env_kwargs is no JSON object")
+        try:
+            dict(**json.loads(self.env_kwargs))
+            dict(**json.loads(self.eval_env_kwargs))
+        except (TypeError, ValueError):
+            raise ValueError("env_kwargs or eval_env_kwargs is no JSON object") from None
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -913,7 +913,7 @@ class Envs:
         for _ in range(self.args.action_repeat or (4 if is_atari(self.args.env_id) else 1)):
             before = raw
             raw, reward, terminated, truncated, info = self.envs[i].step(action)
-            total += float(reward)
+            total += np.asarray(reward).item()
             if terminated or truncated:
                 break
         if before is not None and is_atari(self.args.env_id):
@@ -942,7 +942,8 @@ class Envs:
 
     def close(self):
         for env in self.envs:
-            env.close()
+            with contextlib.suppress(Exception):  # training has ended, and is saved
+                env.close()
 
 
 def worker_loop(pipe, *envs_arguments):
@@ -975,9 +976,7 @@ class WorkerEnvs:
             context.Process(target=worker_loop, args=(worker_pipe, args, indices, episodes)).start()
             worker_pipe.close()
             self.pipes.append(pipe)
-        observation_spaces, action_spaces = self.receive()
-        self.observation_space = observation_spaces[0]
-        self.action_space = action_spaces[0]
+        (self.observation_space, *_), (self.action_space, *_) = self.receive()  # alike in all
 
     def receive(self) -> list:
         """Receive obs, autoreset and more from each worker; returns the tuples of what is more."""
@@ -1140,7 +1139,8 @@ class Run:
             score, past_actions = 0.0, []
         rows = slice(begins[-1] if len(begins) else 0, t)
         taken = actions[rows, i][~autoreset[rows, i]]
-        return number + len(begins), score + float(scores[rows, i].sum()), [*past_actions, *taken]
+        past = np.asarray(past_actions, actions.dtype).reshape(-1, actions.shape[-1])
+        return number + len(begins), score + float(scores[rows, i].sum()), np.vstack((past, taken))
 
     def log_rollout(self, actions: np.ndarray, scores: np.ndarray, autoreset, new_game):
         """Take in a rollout, [T, N, ...] and [T + 1, N]: log the games that ended."""

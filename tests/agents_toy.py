@@ -164,4 +164,59 @@ class Turns(AECEnv):
         pass
 
 
-make, drift, turns = Watch, Drift, Turns
+class Duel(ParallelEnv):
+    """Two players see one screen, of which the left or the right half is lit: the first must choose
+    that half, the second the other one, which pays a point that the opponent loses. The corner
+    shows the step; after `limit` steps time is up. Observations are images of bytes, or Dicts with
+    the image, which half of another screen is lit (noise), and a mask that forbids choice 2."""
+
+    metadata = {"name": "duel", "render_modes": ["rgb_array"]}  # noqa: RUF012
+    possible_agents = ["first", "second"]  # noqa: RUF012
+
+    def __init__(self, limit=5, dicts=False, size=40, wide=0, render_mode=None):
+        self.limit, self.dicts, self.size, self.wide = limit, dicts, size, wide
+        self.render_mode = render_mode
+
+    def observation_space(self, agent):
+        wide = self.size + (self.wide if agent == "second" else 0)
+        image = gym.spaces.Box(0, 255, (self.size, wide, 1), np.uint8)
+        if not self.dicts:
+            return image
+        noise, mask = gym.spaces.Discrete(2), gym.spaces.Box(0, 1, (3,), np.int8)
+        return gym.spaces.Dict(screen=image, noise=noise, action_mask=mask)
+
+    def action_space(self, agent):
+        return gym.spaces.Discrete(3 if self.dicts else 2)
+
+    def look(self):
+        self.half = int(self.rng.integers(2))
+        screen = np.zeros((self.size, self.size, 1), np.uint8)
+        screen[:, self.half * self.size // 2 :][:, : self.size // 2] = 255
+        screen[0, 0] = self.t
+        if not self.dicts:
+            return dict.fromkeys(self.agents, screen)
+        more = {"noise": int(self.rng.integers(2)), "action_mask": np.int8([1, 1, 0])}
+        return {agent: {"screen": screen, **more} for agent in self.agents}
+
+    def reset(self, seed=None, options=None):
+        self.rng, self.t, self.agents = np.random.default_rng(seed), 0, [*self.possible_agents]
+        return self.look(), {agent: {} for agent in self.agents}
+
+    def step(self, actions):
+        assert max(actions.values()) < 2
+        self.t += 1
+        points = int(actions["first"] == self.half) - int(actions["second"] != self.half)
+        seen, acted = self.look(), self.agents
+        over = dict.fromkeys(acted, self.t >= self.limit)
+        self.agents = [] if self.t >= self.limit else acted
+        rewards = {"first": float(points), "second": -float(points)}
+        return seen, rewards, dict.fromkeys(acted, False), over, {agent: {} for agent in acted}
+
+    def render(self):
+        return np.full((64, 64, 3), self.t, np.uint8)
+
+    def close(self):
+        pass
+
+
+make, drift, turns, duel = Watch, Drift, Turns, Duel

@@ -5,7 +5,6 @@ import shutil
 import sys
 from types import SimpleNamespace
 
-import agents_toy
 import gymnasium as gym
 import numpy as np
 import onnx
@@ -72,7 +71,7 @@ def shaken(agent, loud: float = 30.0):
             else:
                 x += 0.1 * torch.randn(x.shape, generator=generator)
         for name, x in agent.named_buffers():
-            if name.endswith("moments.mean") or re.search(r"moments\.\d+\.mean", name):
+            if re.search(r"moments(\.[^.]+)?\.mean$", name):
                 x += torch.randn(x.shape, generator=generator)
             elif name.endswith("var") or name == "obs_scale":
                 x *= 0.5 + torch.rand(x.shape, generator=generator)
@@ -97,6 +96,17 @@ def export(script, agent, monkeypatch, change: dict[str, str] | None = None) -> 
     return names
 
 
+def alike(a, b):
+    """The same results of two programs, whose sums may have another order. Of choices one may be so
+    near to another that they round to either side."""
+    a, b = np.asarray(a), np.asarray(b)
+    assert a.shape == b.shape
+    if a.dtype.kind in "iu":
+        assert np.count_nonzero(a != b) <= 1
+    else:
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+
+
 def undecided(head: torch.nn.Linear, scores: torch.Tensor):
     """Change a head so that each choice is the likeliest somewhere, by its scores [rows, C]."""
     head.bias.data -= scores.detach().mean(dim=0)
@@ -111,9 +121,9 @@ def run(name: str, **inputs) -> list[np.ndarray]:
     scripted = torch.jit.load(f"{name}.pt")(*given)
     scripted = scripted if isinstance(scripted, tuple) else (scripted,)
     for a, b in zip(outputs, scripted, strict=True):
-        np.testing.assert_allclose(a, b.numpy(), atol=1e-5)
+        alike(a, b.numpy())
     first = {key: x[:, :1] if key == "state" else x[:1] for key, x in inputs.items()}
-    np.testing.assert_allclose(session.run(None, first)[0], outputs[0][:1], atol=1e-5)
+    alike(session.run(None, first)[0], outputs[0][:1])
     return outputs
 
 
@@ -127,7 +137,7 @@ def count(module) -> int:
 
 
 def cma(mode: str):
-    agent = ppo_cma.Agent(spaces(VECTOR, BOX), ppo_cma.Args(mode=mode), pretrain=False)
+    agent = ppo_cma.Agent(spaces(VECTOR, BOX), ppo_cma.Args(mode=mode))
     agent.updates += 1  # before the first update, it acts by the initial Gaussian
     return agent
 
@@ -165,7 +175,7 @@ def test_vectors(kind, monkeypatch, rng):
     expected = agent.act(**inputs)
     assert np.ptp(expected, axis=0).min() > (0.1 if network == "actor_mean" else 0.5)
     (actions,) = run("policy", **inputs)
-    np.testing.assert_allclose(actions, expected, atol=1e-5)
+    alike(actions, expected)
     held = numbers() - count(getattr(agent, network))
     assert 0 <= held < 32  # moments, origin and unit; no critic
     if script is TIMED:
@@ -196,7 +206,7 @@ def test_pixels_as_bytes(script, shape, monkeypatch, rng):
     expected = agent.act(obs)
     assert len(set(expected)) > 1
     (actions,) = run("policy", obs=obs)
-    np.testing.assert_array_equal(actions, expected)
+    alike(actions, expected)
     assert numbers() < count(agent) - count(agent.critic) + 8
 
 
@@ -208,8 +218,8 @@ def test_a_memory(monkeypatch, rng):
     seen = set()
     for obs in frames:
         actions, state = run("policy", obs=obs, state=state)
-        np.testing.assert_array_equal(actions, agent.act(obs, state=theirs))
-        np.testing.assert_allclose(state, theirs.numpy(), atol=1e-5, rtol=1e-5)
+        alike(actions, agent.act(obs, state=theirs))
+        alike(state, theirs.numpy())
         seen |= set(actions)
     assert len(seen) > 1
     assert np.abs(state).max() > 0.1
@@ -223,22 +233,24 @@ def test_images_and_more(kind, monkeypatch, rng):
     observations = gym.spaces.Dict({"camera": IMAGE, "joints": VECTOR}) if several else IMAGE
     actions = gym.spaces.Tuple([BOX, CHOICES]) if several else CHOICES
     agent = shaken(ppo_pixels.Agent(spaces(observations, actions), ppo_pixels.Args()))
-    observations.seed(1)
-    items = [observations.sample() for _ in range(ROWS)]
-    raw = np.stack(items)
-    if several:
-        raw = {key: np.stack([item[key] for item in items]) for key in items[0]}
-    seen = agent.observe(raw)
-    undecided(agent.actor, agent.policy(ppo_pixels.as_tensors(seen, "cpu"))[0])
+    batch = gym.vector.utils.batch_space(observations, ROWS)
+    batch.seed(1)
+    raw = batch.sample()
+    parts = agent.codec.read(raw)
+    undecided(agent.actor, agent.actor(agent.features(parts.to("cpu"))[0]))
     names = export(ppo_pixels, agent, monkeypatch)
-    parts = dict(zip(names["parts"], seen, strict=True))
-    assert parts["obs_0"].dtype == np.uint8  # the image itself
+    assert (
+        list(names["parts"])
+        == list(parts)
+        == (["obs/camera", "obs/joints"] if several else ["obs"])
+    )
+    assert next(iter(parts.values())).dtype == np.uint8  # the image itself
     (rows,) = run("policy", **parts)
-    *numbers, chosen = agent.act(raw) if several else (agent.act(raw),)
-    assert rows.shape[1] == 2 * len(numbers) + 4
-    np.testing.assert_array_equal(rows[:, -4:].argmax(axis=-1), chosen)
+    *boxes, chosen = agent.act(raw) if several else (agent.act(raw),)
+    assert rows.shape[1] == 1 + 2 * len(boxes)
+    alike(rows[:, 0].astype(int), chosen)
     if several:
-        np.testing.assert_allclose(np.clip(rows[:, :2], BOX.low, BOX.high), *numbers, atol=1e-5)
+        alike(np.clip(rows[:, 1:], BOX.low, BOX.high), *boxes)
     else:
         assert len(set(chosen)) > 1
 
@@ -248,24 +260,26 @@ def test_a_memory_for_any_observation(flags, monkeypatch, rng):
     space = gym.spaces.Dict({"camera": IMAGE, "joints": VECTOR})
     agent = shaken(ppo_lstm.Agent(spaces(space, BOX), ppo_lstm.Args(**flags)))
     names = export(ppo_lstm, agent, monkeypatch)
-    memory, theirs = names["inputs"]["memory"], agent.initial_state(ROWS)
-    memory = np.zeros((ROWS, memory.shape[1]), np.float32)
+    assert list(names["parts"]) == ["obs/camera", "obs/joints"]
+    theirs = agent.initial_state(ROWS)
+    memory = theirs.numpy().copy()
     for _ in range(3):
         images = rng.integers(0, 256, (ROWS, *IMAGE.shape)).astype(np.uint8)
         joints = rng.standard_normal((ROWS, 5)).astype(np.float32)
-        actions, memory = run("policy", memory=memory, obs_0=images, obs_1=joints)
+        parts = {"obs/camera": images, "obs/joints": joints}
+        actions, memory = run("policy", memory=memory, **parts)
         expected = agent.act({"camera": images, "joints": joints}, state=theirs)
-        np.testing.assert_allclose(np.clip(actions, BOX.low, BOX.high), expected, atol=1e-5)
-        np.testing.assert_allclose(memory, theirs.numpy(), atol=1e-5)
+        alike(np.clip(actions, BOX.low, BOX.high), expected)
+        alike(memory, theirs.numpy())
     assert np.abs(memory).max() > 0.05
     assert np.ptp(expected, axis=0).min() > 0.05
 
 
 def test_several_agents(monkeypatch, rng):
     args = ppo_pettingzoo.Args(env_id="agents_toy:Watch")
-    envs = ppo_pettingzoo.Envs([agents_toy.Watch()], args, [0])
+    envs = ppo_pettingzoo.Envs(args, range(1), [])
     agent = shaken(ppo_pettingzoo.Agent(envs, args))
-    guards = [agent.roles.row(1, x, {}) for x in np.linspace([-1], [1], ROWS)]
+    guards = [agent.roles.row("guard_0", x, {}) for x in np.linspace([-1], [1], ROWS)]
     undecided(agent.actor[-1], agent.actor(torch.tensor(np.stack(guards))[:, : agent.dim]))
     export(ppo_pettingzoo, agent, monkeypatch)
     chosen = set()
@@ -274,7 +288,7 @@ def test_several_agents(monkeypatch, rng):
         (rows,) = run(name, obs=obs)
         expected = [agent.act({name: x})[name] for x in obs]
         chosen |= set(expected)
-        np.testing.assert_array_equal(rows[:, 0], expected)
+        alike(rows[:, 0], expected)
         assert numbers(name) < count(agent.actor) + 32
     assert len(chosen) > 1
     with_mask = {  # as the page says
@@ -287,9 +301,9 @@ def test_several_agents(monkeypatch, rng):
     obs = rng.uniform(-1, 1, (ROWS, 3)).astype(np.float32)
     mask = np.float32(rng.permuted(np.tile([0, 1, 1], (ROWS, 1)), axis=1))
     (rows,) = run("scout", obs=obs, mask=mask)
-    for row, x, allowed in zip(rows, obs, mask, strict=True):
-        infos = {"scout": {"action_mask": allowed}}
-        assert row[0] == agent.act({"scout": x}, infos=infos)["scout"]
+    infos = [{"scout": {"action_mask": allowed}} for allowed in mask]
+    pairs = zip(obs, infos, strict=True)
+    alike(rows[:, 0], [agent.act({"scout": x}, infos=info)["scout"] for x, info in pairs])
 
 
 def test_the_loops_of_a_trained_policy(place, monkeypatch):
@@ -310,5 +324,5 @@ def test_the_loops_of_a_trained_policy(place, monkeypatch):
     assert names["truncated"]
     exec(TORCHSCRIPT, torch_names := {})
     expected = agent.act(np.zeros((1, 17)))
-    np.testing.assert_allclose(torch_names["actions"].numpy(), expected, atol=1e-5)
+    alike(torch_names["actions"].numpy(), expected)
     shutil.rmtree("runs")

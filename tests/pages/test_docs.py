@@ -20,6 +20,8 @@ TEXTS = [*docs.PAGES, HERE / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHAN
 ALL = "".join(page.read_text() for page in docs.PAGES)
 MORE = {  # with which all is logged that can be
     "ppo_continuous_action_warp": "--num-envs 2 --num-steps 210 --no-stagger-episodes",
+    "ppo_pixels": "--eval-interval 1 --eval-episodes 1",
+    "ppo_lstm": "--eval-interval 1 --eval-episodes 1",
     "ppo_pettingzoo_ma_atari": "--eval-interval 1",
 }
 TAG = r"(?:charts|losses)/[\w-]+"
