@@ -4,31 +4,32 @@
 . "$(dirname "$0")/bench.sh"
 novel=benchmark.published.novel
 script="python ppo_lstm.py --num-threads 1"
+plain="python ppo_pixels.py --num-threads 1" # the published ones: e500984, ppo_lstm.py --memory none
 lstm() { bench --workers 1 --num-seeds 3 "$@"; }
 none() { bench --workers 1 --num-seeds 1 --variant none "$@"; }
 
-cartpole="--memory-size 64 --learning-rate 1e-3 --update-epochs 10 --gamma 0.98 --gae-lambda 0.9 --ent-coef 0 --total-timesteps 100000"
-lstm --env-ids $novel:CartPoleNoVel-v1 --command "$script $cartpole"
-none --env-ids $novel:CartPoleNoVel-v1 --command "$script $cartpole --memory none"
+cartpole="--learning-rate 1e-3 --update-epochs 10 --gamma 0.98 --gae-lambda 0.9 --ent-coef 0 --total-timesteps 100000"
+lstm --env-ids $novel:CartPoleNoVel-v1 --command "$script --memory-size 64 $cartpole"
+none --env-ids $novel:CartPoleNoVel-v1 --command "$plain $cartpole"
 
-pendulum="--memory-size 64 --separate-critic --num-steps 256 --learning-rate 1e-3 --update-epochs 10 --gamma 0.9 --ent-coef 0 --total-timesteps 100000"
-lstm --env-ids $novel:PendulumNoVel-v1 --command "$script $pendulum"
-none --env-ids $novel:PendulumNoVel-v1 --command "$script $pendulum --memory none"
+pendulum="--separate-critic --num-steps 256 --learning-rate 1e-3 --update-epochs 10 --gamma 0.9 --ent-coef 0 --total-timesteps 100000"
+lstm --env-ids $novel:PendulumNoVel-v1 --command "$script --memory-size 64 $pendulum"
+none --env-ids $novel:PendulumNoVel-v1 --command "$plain $pendulum"
 
-repeat="--memory gru --previous-action --num-envs 16 --num-steps 104 --learning-rate 1e-3 --total-timesteps 300000"
-lstm --env-ids popgym:popgym-RepeatPreviousEasy-v0 --command "$script $repeat"
-none --env-ids popgym:popgym-RepeatPreviousEasy-v0 --command "$script $repeat --memory none"
+repeat="--num-envs 16 --num-steps 104 --learning-rate 1e-3 --total-timesteps 300000"
+lstm --env-ids popgym:popgym-RepeatPreviousEasy-v0 --command "$script --memory gru --previous-action $repeat"
+none --env-ids popgym:popgym-RepeatPreviousEasy-v0 --command "$plain $repeat"
 
-cue="--memory-size 64 --num-envs 16 --learning-rate 1e-3 --total-timesteps 60000"
-lstm --env-ids $novel:Cue-v0 --variant span --command "$script $cue --memory-span 128"
-bench --workers 1 --num-seeds 1 --env-ids $novel:Cue-v0 --command "$script $cue"
-none --env-ids $novel:Cue-v0 --command "$script $cue --memory none"
+cue="--num-envs 16 --learning-rate 1e-3 --total-timesteps 60000"
+lstm --env-ids $novel:Cue-v0 --variant span --command "$script --memory-size 64 $cue --memory-span 128"
+bench --workers 1 --num-seeds 1 --env-ids $novel:Cue-v0 --command "$script --memory-size 64 $cue"
+none --env-ids $novel:Cue-v0 --command "$plain $cue"
 
 position="$cartpole --gamma 0.99"
-lstm --env-ids popgym:popgym-PositionOnlyCartPoleEasy-v0 --command "$script $position"
-none --env-ids popgym:popgym-PositionOnlyCartPoleEasy-v0 --command "$script $position --memory none"
+lstm --env-ids popgym:popgym-PositionOnlyCartPoleEasy-v0 --command "$script --memory-size 64 $position"
+none --env-ids popgym:popgym-PositionOnlyCartPoleEasy-v0 --command "$plain $position"
 
-memory="--num-envs 16 --memory-span 64 --learning-rate 1e-3 --total-timesteps 1000000"
-bench --workers 1 --num-seeds 1 --env-ids minigrid:MiniGrid-MemoryS7-v0 --command "$script $memory"
-none --env-ids minigrid:MiniGrid-MemoryS7-v0 --command "$script $memory --memory none"
+memory="--num-envs 16 --learning-rate 1e-3 --total-timesteps 1000000"
+bench --workers 1 --num-seeds 1 --env-ids minigrid:MiniGrid-MemoryS7-v0 --command "$script --memory-span 64 $memory"
+none --env-ids minigrid:MiniGrid-MemoryS7-v0 --command "$plain $memory"
 python -m benchmark.published
