@@ -150,7 +150,7 @@ class Agent(nn.Module):
 
     def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor | None = None):
         """Action [B, A] (sampled unless given), its log-probability [B], entropy [B] and value [B]:
-        choices in A branches, whose numbers add up (MultiDiscrete detail 1)."""
+        those of A branches of choices add up (MultiDiscrete detail 1)."""
         scores = self.actor(obs[..., : self.dim])
         if obs.shape[-1] > self.dim:  # a mask may follow: if no choice is valid, all are
             scores = scores - 1e3 * (obs[..., self.dim :] <= 0)
@@ -279,7 +279,7 @@ def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step) -> dict
     if num_minibatches == 0:  # nothing to learn from
         return {}
     results = []  # metrics of each step
-    coefficients = as_tensors(args, device)
+    coefficients = as_tensors(args, device)  # whose changes a compiled step follows
     for _ in range(args.update_epochs):
         order = torch.as_tensor(agent.rng.permutation(rows), device=device)
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
@@ -307,9 +307,9 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs | PoolEnvs", run: "Run", args
     rewards = np.zeros((T, N))
     terminated = np.zeros((T, N), bool)
     truncated = np.zeros((T, N), bool)
-    autoreset = np.zeros((T + 1, N), bool)  # rows after an episode's end
+    autoreset = np.zeros((T + 1, N), bool)  # rows after an episode's end: they only begin the next
     noise = agent.noise(T, N)
-    act = numpy_actor(agent)
+    act = numpy_actor(agent)  # the policy in numpy, which is faster for few rows
     for t in range(T):
         obs[t] = envs.obs
         autoreset[t] = envs.autoreset
@@ -361,7 +361,7 @@ def train(args: Args) -> Path:
         raise SystemExit(128 + signals[0])
     print("play with:", shlex.join([*program, "--evaluate", str(run.folder), *module]))
     if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
+        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
         evaluate(replace(args, evaluate=run.folder))
     return run.folder
@@ -441,7 +441,8 @@ def as_tensors(args: Args, device: torch.device) -> Args:
 
 
 def unguarded(step, minibatches):
-    """Yield the minibatches of an epoch. Compiled code looks only at the first if it still fits."""
+    """Yield the minibatches of an epoch. Compiled code looks only at the first if it still fits:
+    what changes within an epoch has to be a tensor."""
     yield minibatches[0]
     if step is minibatch_step:  # set_stance would import the compiler for nothing
         yield from minibatches[1:]
@@ -742,7 +743,7 @@ class Run:
         except OSError as error:
             print(f"{self.folder} is not locked: {error}", file=sys.stderr)
         if not args.resume and (self.folder / "checkpoint.pt").exists():
-            fail(f"a run is there: --resume {self.folder} goes on with it")
+            fail(f"a run is there: --resume {shlex.quote(str(self.folder))} goes on with it")
         # drop the rows after the checkpoint: they will be logged again
         self.csv.truncate(checkpoint.get("csv_size", 0))
         if not checkpoint:
@@ -857,8 +858,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """A list of the signals that came. The first ends training after its iteration, the next acts
-    at once. Only the main thread can catch signals; elsewhere the list stays empty."""
+    """A list of the signals that came. The first ends training after its iteration, a second of
+    its kind acts at once. Only the main thread can catch signals; elsewhere it stays empty."""
     received = []
 
     def handler(number, frame):

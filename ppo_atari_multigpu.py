@@ -376,7 +376,7 @@ def rollout(agent: Agent, envs: "Envs", buffers: Buffers, run: "Run", args: Args
     scores = np.zeros((T + 1, N))  # not clipped
     terminated = np.zeros((T, N), bool)
     truncated = np.zeros((T, N), bool)
-    autoreset = np.zeros((T + 1, N), bool)  # rows after an episode's end
+    autoreset = np.zeros((T + 1, N), bool)  # rows after an episode's end: they only begin the next
     new_game = np.zeros((T + 1, N), bool)  # the same, but not after a lost life
     rng = np.random.default_rng((args.seed, run.iteration, 0))
     noise = rng.gumbel(size=(T, args.num_envs, len(agent.actor.bias)))  # for all processes
@@ -443,7 +443,7 @@ def train(args: Args | None) -> Path | None:
         return None
     print("play with:", shlex.join([*program, "--evaluate", str(run.folder)]))
     if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
+        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
         evaluate(replace(args, evaluate=run.folder))
     return run.folder
@@ -676,7 +676,7 @@ class Run:
         except OSError as error:
             print(f"{self.folder} is not locked: {error}", file=sys.stderr)
         if not args.resume and (self.folder / "checkpoint.pt").exists():
-            fail(f"a run is there: --resume {self.folder} goes on with it")
+            fail(f"a run is there: --resume {shlex.quote(str(self.folder))} goes on with it")
         # drop the rows after the checkpoint: they will be logged again
         self.csv.truncate(checkpoint.get("csv_size", 0))
         if not checkpoint:

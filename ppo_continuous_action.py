@@ -99,7 +99,7 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # the gradient of all parameters is scaled down to this norm
     target_kl: float | None = 0.02  # stop the epochs once the mean approx_kl of one exceeds this
-    rpo_alpha: float = 0.0  # RPO: noise in [-alpha, alpha] on the means; with --target-kl None
+    rpo_alpha: float = 0.0  # RPO: noise in [-alpha, alpha] on the means; needs --target-kl None
     log_std_init: float = -0.7  # initial log standard deviation of the actions, in their unit
     scale_actions: bool = True  # the actions' unit is half their box; otherwise the environment's
     batch_size: int = 0  # computed: num_envs * num_steps
@@ -323,7 +323,7 @@ def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step) -> dict
     if num_minibatches == 0:  # nothing to learn from
         return {}
     results = []  # metrics of each step
-    coefficients = as_tensors(args, device)
+    coefficients = as_tensors(args, device)  # whose changes a compiled step follows
     for _ in range(args.update_epochs):
         order = torch.as_tensor(agent.rng.permutation(rows), device=device)
         if args.rpo_alpha:  # Rahman & Xue 2023, algorithm 1: shifted actions are shifted means
@@ -358,9 +358,9 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs | PoolEnvs", run: "Run", args
     rewards = np.zeros((T, N))
     terminated = np.zeros((T, N), bool)
     truncated = np.zeros((T, N), bool)
-    autoreset = np.zeros((T + 1, N), bool)  # rows after an episode's end
+    autoreset = np.zeros((T + 1, N), bool)  # rows after an episode's end: they only begin the next
     noise = agent.noise(T, N)
-    act = numpy_actor(agent)
+    act = numpy_actor(agent)  # the policy in numpy, which is faster for few rows
     for t in range(T):
         obs[t] = envs.obs
         autoreset[t] = envs.autoreset
@@ -372,9 +372,8 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs | PoolEnvs", run: "Run", args
     check_actor(agent, act, obs[:T][:8, 0], noise[:8, 0])
     # rewards over the deviation of the discounted returns, clipped (continuous details 8, 9)
     discounted = np.zeros((T, N))
-    decay = args.gamma * ~autoreset
     for t in range(T):
-        run.discounted = decay[t] * run.discounted + rewards[t]
+        run.discounted = ~autoreset[t] * (args.gamma * run.discounted + rewards[t])
         discounted[t] = run.discounted
     valid = ~autoreset[:T]
     agent.return_moments.update(discounted[valid])
@@ -421,7 +420,7 @@ def train(args: Args) -> Path:
         raise SystemExit(128 + signals[0])
     print("play with:", shlex.join([*program, "--evaluate", str(run.folder), *module]))
     if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
+        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
         evaluate(replace(args, evaluate=run.folder))
     return run.folder
@@ -487,7 +486,8 @@ def as_tensors(args: Args, device: torch.device) -> Args:
 
 
 def unguarded(step, minibatches):
-    """Yield the minibatches of an epoch. Compiled code looks only at the first if it still fits."""
+    """Yield the minibatches of an epoch. Compiled code looks only at the first if it still fits:
+    what changes within an epoch has to be a tensor."""
     yield minibatches[0]
     if step is minibatch_step:  # set_stance would import the compiler for nothing
         yield from minibatches[1:]
@@ -749,7 +749,7 @@ class Run:
         except OSError as error:
             print(f"{self.folder} is not locked: {error}", file=sys.stderr)
         if not args.resume and (self.folder / "checkpoint.pt").exists():
-            fail(f"a run is there: --resume {self.folder} goes on with it")
+            fail(f"a run is there: --resume {shlex.quote(str(self.folder))} goes on with it")
         # drop the rows after the checkpoint: they will be logged again
         self.csv.truncate(checkpoint.get("csv_size", 0))
         if not checkpoint:
@@ -864,8 +864,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """A list of the signals that came. The first ends training after its iteration, the next acts
-    at once. Only the main thread can catch signals; elsewhere the list stays empty."""
+    """A list of the signals that came. The first ends training after its iteration, a second of
+    its kind acts at once. Only the main thread can catch signals; elsewhere it stays empty."""
     received = []
 
     def handler(number, frame):

@@ -531,7 +531,7 @@ def train(args: Args) -> Path:
         raise SystemExit(128 + signals[0])
     print("play with:", shlex.join([*program, "--evaluate", str(run.folder), *module]))
     if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
+        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
         evaluate(replace(args, evaluate=run.folder))
     return run.folder
@@ -789,7 +789,7 @@ class Run:
         except OSError as error:
             print(f"{self.folder} is not locked: {error}", file=sys.stderr)
         if not args.resume and (self.folder / "checkpoint.pt").exists():
-            fail(f"a run is there: --resume {self.folder} goes on with it")
+            fail(f"a run is there: --resume {shlex.quote(str(self.folder))} goes on with it")
         # drop the rows after the checkpoint: they will be logged again
         self.csv.truncate(checkpoint.get("csv_size", 0))
         if not checkpoint:
@@ -899,8 +899,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """A list of the signals that came. The first ends training after its iteration, the next acts
-    at once. Only the main thread can catch signals; elsewhere the list stays empty."""
+    """A list of the signals that came. The first ends training after its iteration, a second of
+    its kind acts at once. Only the main thread can catch signals; elsewhere it stays empty."""
     received = []
 
     def handler(number, frame):

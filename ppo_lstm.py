@@ -580,7 +580,7 @@ def rollout(agent: Agent, envs, state: torch.Tensor, run: "Run", args: Args):
     scores = np.zeros((T, N))  # rewards that are neither clipped nor scaled
     terminated = np.zeros((T, N), bool)
     truncated = np.zeros((T, N), bool)
-    autoreset = np.zeros((T + 1, N), bool)  # rows after an episode's end
+    autoreset = np.zeros((T + 1, N), bool)  # rows after an episode's end: they only begin the next
     new_game = np.zeros((T + 1, N), bool)  # the same, but not after a lost life
     noise = agent.noise(T, N)
     first_state = state
@@ -601,9 +601,8 @@ def rollout(agent: Agent, envs, state: torch.Tensor, run: "Run", args: Args):
     run.log_rollout(actions.cpu().numpy(), scores, autoreset, new_game)
     # rewards over the deviation of the discounted returns, clipped (continuous details 8, 9)
     discounted = np.zeros((T, N))
-    decay = args.gamma * ~autoreset
     for t in range(T):
-        run.discounted = decay[t] * run.discounted + rewards[t]
+        run.discounted = ~autoreset[t] * (args.gamma * run.discounted + rewards[t])
         discounted[t] = run.discounted
     valid = ~autoreset[:T]
     if args.scale_rewards:
@@ -656,7 +655,7 @@ def train(args: Args) -> Path:
         raise SystemExit(128 + signals[0])
     print("play with:", shlex.join([*program, "--evaluate", str(run.folder), *module]))
     if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
+        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
         evaluate(replace(args, evaluate=run.folder))
     return run.folder
@@ -1099,7 +1098,7 @@ class Run:
         except OSError as error:
             print(f"{self.folder} is not locked: {error}", file=sys.stderr)
         if not args.resume and (self.folder / "checkpoint.pt").exists():
-            fail(f"a run is there: --resume {self.folder} goes on with it")
+            fail(f"a run is there: --resume {shlex.quote(str(self.folder))} goes on with it")
         # drop the rows after the checkpoint: they will be logged again
         self.csv.truncate(checkpoint.get("csv_size", 0))
         if not checkpoint:
@@ -1214,8 +1213,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """A list of the signals that came. The first ends training after its iteration, the next acts
-    at once. Only the main thread can catch signals; elsewhere the list stays empty."""
+    """A list of the signals that came. The first ends training after its iteration, a second of
+    its kind acts at once. Only the main thread can catch signals; elsewhere it stays empty."""
     received = []
 
     def handler(number, frame):
