@@ -18,12 +18,12 @@ agent's own observation and number (IPPO: de Witt et al. 2020). Every iteration:
 
     python ppo_pettingzoo.py --env-id mpe2.simple_speaker_listener_v4    # or sisl/multiwalker_v9
     python ppo_pettingzoo.py --evaluate runs/RUN    # --resume runs/RUN goes on
-    python ppo_pettingzoo.py --env-id mpe2.simple_spread_v3 --team-reward --critic concatenated \
-        --num-envs 128 --num-steps 25 --num-minibatches 1 --update-epochs 10     # as MAPPO does
+    python ppo_pettingzoo.py --env-id mpe2.simple_spread_v3 --team-reward --critic concatenated
+    python ppo_pettingzoo.py --env-id atari/pong_v3 --num-envs 8 --learning-rate 2.5e-4 \
+        --clip-coef 0.1 --eval-interval 200 --total-timesteps 10000000      # self-play from images
 
 Expect a team return of -32 over the last 100 episodes of the first (500,000 steps, 3 minutes on one
-CPU core). Left out on purpose: memory, a network for each agent, past opponents, images,
---compile.
+CPU core). Left out: memory, a network for each agent, leagues, --compile.
 
 In order: Args, the Agent, the algorithm (gae, ppo_loss, update), rollout, train.
 After train nothing is PPO: spaces, environments, run folder, evaluation, command line.
@@ -81,6 +81,8 @@ class Args:
     resume: Path | None = None  # continue the run in this folder with its own arguments
     evaluate: Path | None = None  # play the run in this folder, with sampled actions and greedily
     eval_episodes: int = 10  # episodes played by --evaluate
+    eval_interval: int = 0  # iterations between games of two players for win rates; 0: none
+    against: str = ""  # with --evaluate: the second player, RANDOM or the folder of another run
     checkpoint_interval: int = 20  # iterations between checkpoints
 
     # Environments
@@ -89,11 +91,13 @@ class Args:
     num_envs: int = 16  # environments played side by side
     env_workers: int = 0  # processes for the environments; 0: the main process
     max_episode_steps: int | None = None  # truncate episodes after that many steps
+    frame_stack: int = 0  # images seen at once, the newest last; 0: 4 for Atari, or else 1
+    action_repeat: int = 0  # steps an action is held; 0: 4 for Atari, or else 1
     agent_id: bool = True  # agents see their number, one-hot; turn it off for dozens that are alike
     action_masks: bool = True  # actions that the environment marks as invalid get probability 0
 
     # Algorithm
-    critic: Literal["local", "concatenated", "state"] = "local"  # sees its agent, all, env.state()
+    critic: Literal["local", "concatenated"] = "local"  # what the value function sees: or of all
     team_reward: bool = False  # sum the rewards over agents; a death then ends no return
     value_norm: bool | None = None  # scale returns; None: with a joint reward or critic
     total_timesteps: int = 500_000  # steps in all environments, rounded down to iterations
@@ -121,8 +125,9 @@ class Args:
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
+        may_be_0 = ["seed", "env_workers", "eval_interval", "frame_stack", "action_repeat"]
         for name, value in vars(self).items():
-            least = 0 if name in ("seed", "env_workers") else 1
+            least = 0 if name in may_be_0 else 1
             if type(value) is int and value < least:
                 raise ValueError(f"{name} is {value}: at least {least} is needed")
         if not (0.0 <= self.gamma <= 1.0 and 0.0 <= self.gae_lambda <= 1.0):
@@ -164,12 +169,28 @@ def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
+def layer_init(layer: nn.Linear, gain: float = math.sqrt(2)) -> nn.Linear:
+    """Orthogonal weights, biases 0 (detail 2)."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def nature_network(height: int, width: int, channels: int) -> nn.Sequential:
+    """Nature's network for images [B, C, H, W] (Mnih et al. 2015; Atari detail 8)."""
+    sizes = (channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)
+    layers = [layer for x in sizes for layer in (layer_init(nn.Conv2d(*x)), nn.ReLU())]
+    network = nn.Sequential(*layers, nn.Flatten())
+    features = network(torch.zeros(1, channels, height, width)).shape[1]
+    return network.extend([layer_init(nn.Linear(features, 512)), nn.ReLU()])
+
+
 class Agent(nn.Module):
     """Policy and value function that all agents share, for environments like `env` (Envs).
 
     `obs` [..., A, W] has a row for each possible agent: its observation [D], its number one-hot,
     which choices are valid (of a Box: which dimensions it has) [C], whether it is there, whether it
-    waits for its turn, and env.state(). `inputs` [..., A, I] is what the networks need of it.
+    waits for its turn, and its image. `inputs` [..., A, I] is what the networks need of it.
     """
 
     def __init__(self, env, args: Args | None = None):
@@ -184,13 +205,16 @@ class Agent(nn.Module):
         self.dim = self.roles.mask  # of an agent's observation and number
         self.there = self.roles.there
         self.width = self.there - self.dim  # C
-        inputs = {
-            "local": self.dim,
-            "concatenated": num_agents * (self.roles.dim + 1) + num_ids,
-            "state": env.obs.shape[-1] - self.there - 2 + self.dim,
-        }
-        self.critic = mlp(inputs[args.critic], 1, gain=1.0)  # two networks (detail 13)
-        self.actor = mlp(self.dim, self.width, gain=0.01)
+        joint = num_agents * (self.roles.dim + 1) + num_ids
+        frames, height, width, channels = self.roles.image_shape
+        if frames:
+            self.trunk = nature_network(height, width, frames * channels + self.dim)
+            self.critic = layer_init(nn.Linear(512, 1), gain=1.0)
+            self.actor = layer_init(nn.Linear(512, self.width), gain=0.01)
+        else:
+            self.trunk = None  # two networks (detail 13)
+            self.critic = mlp(joint if args.critic == "concatenated" else self.dim, 1, gain=1.0)
+            self.actor = mlp(self.dim, self.width, gain=0.01)
         if self.roles.boxes:  # a deviation for each dimension, the same in every state
             self.actor_logstd = nn.Parameter(torch.full((self.width,), args.log_std_init))
         self.value_moments = RunningMoments()
@@ -199,27 +223,37 @@ class Agent(nn.Module):
 
     def inputs(self, obs: torch.Tensor) -> torch.Tensor:
         """Inputs [..., A, I] of the networks from rows [..., A, W]: observation, number and choices
-        for the actor and, behind them, what the critic sees."""
-        actor_inputs = obs[..., : self.there]
+        for the actor and, behind them, what the critic sees. With images, the rows."""
+        if self.trunk is not None:
+            return obs
         critic_inputs = obs[..., : self.dim]
-        if self.critic_kind == "state":
-            critic_inputs = torch.cat([obs[..., self.there + 2 :], critic_inputs], dim=-1)
         if self.critic_kind == "concatenated":  # all observations, who is there, whose value it is
             vectors, number = critic_inputs.tensor_split([self.roles.dim], dim=-1)
             joint = torch.cat([vectors.flatten(-2), obs[..., self.there]], dim=-1)
             joint = joint.unsqueeze(-2).expand(*obs.shape[:-1], -1)
             critic_inputs = torch.cat([joint, number], dim=-1)
-        return torch.cat([actor_inputs, critic_inputs], dim=-1)
+        return torch.cat([obs[..., : self.there], critic_inputs], dim=-1)
 
-    def get_value(self, inputs: torch.Tensor) -> torch.Tensor:
-        """V [...] at inputs [..., I]; with --value-norm less the returns' mean, in deviations."""
-        return self.critic(inputs[..., self.there :]).squeeze(-1)
-
-    def scores(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Scores of the choices, or means of a Box's dimensions [..., C], at inputs [..., I]."""
-        scores = self.actor(inputs[..., : self.dim])
-        valid = inputs[..., self.dim : self.there] > 0
-        return scores if self.roles.boxes else scores.where(valid, -1e8)
+    def policy(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores of choices, or means of a Box's dimensions [..., C], and scaled values [...] at
+        inputs [..., I]. A number, and all else beside an image, are planes of it (Gupta 2017)."""
+        actor_inputs = inputs[..., : self.dim]
+        critic_inputs = inputs[..., self.there :]
+        if self.trunk is not None:
+            rows = inputs.flatten(0, -2)
+            images = rows[:, self.there + 2 :].unflatten(1, self.roles.image_shape)
+            images = images.movedim(4, 2).flatten(1, 2)  # [B, K, H, W]
+            count = images.shape[1]
+            shape = len(rows), count + self.dim, *images.shape[2:]
+            pixels = torch.empty(shape, device=rows.device, memory_format=torch.channels_last)
+            pixels[:, :count] = images
+            pixels /= self.roles.image_scale  # (Atari detail 9)
+            pixels[:, count:] = rows[:, : self.dim, None, None]
+            actor_inputs = critic_inputs = self.trunk(pixels).unflatten(0, inputs.shape[:-1])
+        scores = self.actor(actor_inputs)
+        if not self.roles.boxes:
+            scores = scores.where(inputs[..., self.dim : self.there] > 0, -1e8)
+        return scores, self.critic(critic_inputs).squeeze(-1)
 
     def choose(self, scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """The likeliest (mean) actions [..., B] where `noise` is 0; where it is noise, samples."""
@@ -232,8 +266,7 @@ class Agent(nn.Module):
         """Action [M, B] (sampled unless given), its log-probability [M], entropy [M] and scaled
         value [M] at inputs [M, I]: choices in B branches, or B independent numbers, whose
         log-probabilities add up (MultiDiscrete detail 1). What an agent lacks adds none."""
-        scores = self.scores(inputs)
-        value = self.get_value(inputs)
+        scores, value = self.policy(inputs)
         if action is None:
             action = self.choose(scores, torch.tensor(self.noise(*scores.shape[:-1])).to(scores))
         if self.roles.boxes:
@@ -260,13 +293,12 @@ class Agent(nn.Module):
     @torch.no_grad()
     def act_on_rows(self, rows: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
         """`act` from rows [..., W] to actions [..., B] as the networks have them."""
-        scores = self.scores(torch.as_tensor(rows, device=self.steps.device))
+        scores, _ = self.policy(self.inputs(torch.as_tensor(rows, device=self.steps.device)))
         noise = torch.as_tensor(0.0 if noise is None else noise).to(scores)
         return self.choose(scores, noise).cpu().numpy()
 
     def noise(self, *shape: int) -> np.ndarray:
-        """Noise for `shape` actions, for choices Gumbel's: the argmax of noise + log-probabilities
-        is a sample."""
+        """Noise for `shape` actions, for choices Gumbel's: the argmax of scores with it samples."""
         draw = self.rng.standard_normal if self.roles.boxes else self.rng.gumbel
         return draw(size=(*shape, self.width)).astype(np.float32)
 
@@ -305,9 +337,7 @@ class Rollout(NamedTuple):
     terminated: np.ndarray  # [T, N, A]
     truncated: np.ndarray  # [T, N, A]
     acts: np.ndarray  # [T, N, A], the agent lived and chose an action: its policy learns
-    valid: (
-        np.ndarray
-    )  # [T, N, A], its value function learns; never in the row after an episode's end
+    valid: np.ndarray  # [T, N, A], its value function learns; not after an episode's end
     waits: np.ndarray  # [T + 1, N, A], the agent lived and could not act
 
 
@@ -360,9 +390,10 @@ def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
     device = agent.steps.device
     inputs = agent.inputs(torch.as_tensor(data.obs, device=device))  # [T + 1, N, A, I]
     actions = torch.as_tensor(data.actions, device=device)
-    with torch.no_grad():
-        scaled_values = agent.get_value(inputs)  # [T + 1, N, A]
-        _, logprobs, *_ = agent.get_action_and_value(inputs[:-1], actions)
+    with torch.no_grad():  # the last observations have no action
+        pairs = zip(inputs, [*actions, actions[-1]], strict=True)
+        results = [agent.get_action_and_value(*pair) for pair in pairs]
+    _, logprobs, _, scaled_values = (torch.stack(x) for x in zip(*results, strict=True))
     values = scaled_values
     moments = agent.value_moments
     if agent.value_norm:
@@ -376,7 +407,7 @@ def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
         moments.update(returns.cpu().numpy()[data.valid])
         returns = ((returns - moments.mean) / (moments.var + 1e-8).sqrt()).float()
     acts = torch.as_tensor(data.acts, device=device).float()
-    fields = inputs[:-1], actions, logprobs, advantages, returns, scaled_values[:-1], acts
+    fields = inputs[:-1], actions, logprobs[:-1], advantages, returns, scaled_values[:-1], acts
     batch = Batch(*[x.flatten(0, 2) for x in fields])  # [B, ...], B = T * N * A
 
     rows = np.flatnonzero(data.valid)  # the rows to learn from
@@ -413,12 +444,12 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs", run: "Run", args: Args) -> 
     """Take `num_steps` steps in every environment, from where the last ones stopped (detail 1)."""
     T = args.num_steps
     N, A, W = envs.obs.shape
-    obs = np.zeros((T + 1, N, A, W), np.float32)
+    obs = np.zeros((T + 1, N, A, W), envs.obs.dtype)
     actions = []
     rewards = np.zeros((T, N, A))
     terminated = np.zeros((T, N, A), bool)
     truncated = np.zeros((T, N, A), bool)
-    autoreset = np.zeros((T + 1, N), bool)  # rows after an episode's end
+    autoreset = np.zeros((T + 1, N), bool)  # rows after an episode's end: they only begin the next
     noise = agent.noise(T, N, A)
     for t in range(T):
         obs[t] = envs.obs
@@ -430,10 +461,12 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs", run: "Run", args: Args) -> 
     actions = np.stack(actions)  # [T, N, A, B]
     over = autoreset[1:, :, None]  # [T, N, 1], the step ended an episode
     # rewards changed later are learned, not logged
-    run.log_rollout(agent.roles.names, actions, rewards, terminated & ~over, autoreset)
+    run.log_rollout(agent.roles.names, actions, rewards, autoreset)
     acts = obs[:T, ..., agent.dim : agent.there].any(axis=-1)
     waits = obs[..., agent.there + 1] > 0
     valid = acts
+    if is_ale(args.env_id):  # (Atari detail 6)
+        rewards = np.sign(rewards)
     if args.team_reward:  # all get one reward and one end; the value goes on after a death
         rewards = rewards.sum(axis=-1, keepdims=True).repeat(A, axis=-1)
         limit = (truncated & ~terminated).any(axis=-1, keepdims=True)
@@ -467,6 +500,8 @@ def train(args: Args) -> Path:
             metrics = update(agent, data, scheduled)
             values = {"observations": data.obs, "rewards": data.rewards} | metrics
             check_finite(run.iteration, values | agent.state_dict())
+            if args.eval_interval and (run.iteration + 1) % args.eval_interval == 0:
+                metrics |= win_rates(agent, run)
             run.log(metrics | {"charts/learning_rate": scheduled.learning_rate})
             if run.iteration % args.checkpoint_interval == 0:
                 save(run, agent)
@@ -479,7 +514,7 @@ def train(args: Args) -> Path:
         raise SystemExit(128 + signals[0])
     print("play with:", shlex.join([*program, "--evaluate", str(run.folder), *module]))
     if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{args.exp_name}.cleanrl_model")
+        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
         evaluate(replace(args, evaluate=run.folder))
     return run.folder
@@ -502,20 +537,40 @@ def branches(space: gym.Space) -> list[int]:
 
 
 class Roles:
-    """The observations and actions of A agents, padded to one shape, from Dicts of their spaces."""
+    """The observations and actions of A agents, padded to one shape, from Dicts of their spaces. An
+    observation is a vector, or an image [H, W] or [H, W, channels] and a vector of all else."""
 
     def __init__(self, observation_space, action_space, args: Args):
+        self.args = args
         self.names = list(action_space)
-        self.action_masks = args.action_masks
-        self.spaces = []  # of observations, without masks
+        self.parts = []  # of each agent's vector, by their keys
+        self.image_keys = []  # of each agent; None: it sees no image
+        images = []
         for name, space in observation_space.items():
-            if isinstance(space, gym.spaces.Dict):
-                parts = [(key, part) for key, part in space.items() if key != "action_mask"]
-                space = gym.spaces.Dict(parts)
-            if not space.is_np_flattenable or gym.spaces.flatdim(space) > 20_000:
-                message = "20,000 numbers at most; shrink images in a module:function of your own"
+            parts = dict(space) if isinstance(space, gym.spaces.Dict) else {"": space}
+            parts.pop("action_mask", None)
+            wide = [k for k, x in parts.items() if len(x.shape or ()) > 1 and min(x.shape[:2]) > 35]
+            self.image_keys.append(wide[0] if wide else None)
+            images.append(parts.pop(self.image_keys[-1], None))
+            self.parts.append(parts)
+            flat = all(part.is_np_flattenable for part in parts.values())
+            shapes = {image and image.shape for image in images}
+            if not flat or len(shapes) > 1 or sum(map(gym.spaces.flatdim, parts.values())) > 20_000:
+                message = "20,000 numbers are the most, beside one image, channels last, all alike"
                 raise gym.error.Error(f"{name} observes {space}: {message}")
-            self.spaces.append(space)
+        if images[0] and args.critic != "local":
+            raise gym.error.Error(f"--critic {args.critic}: of vectors, not of images")
+        if (args.eval_interval or args.against) and len(self.names) != 2:
+            raise gym.error.Error("--eval-interval, --against: win rates are of two players")
+        self.image_shape = (0, 0, 0, 0)  # [F, H, W, channels], F: of the stack
+        if images[0]:
+            self.raw_shape = images[0].shape
+            height, width, *channels = self.raw_shape
+            shrink = math.ceil(min(height, width) / 96)
+            size = (84, 84) if is_ale(args.env_id) else (height // shrink, width // shrink)
+            frames = args.frame_stack or (4 if is_ale(args.env_id) else 1)
+            self.image_shape = frames, *size, math.prod(channels)
+            self.image_scale = 255.0 if images[0].dtype == np.uint8 else 1.0
         self.actions = list(action_space.values())
         self.boxes = isinstance(self.actions[0], Box)
         counts = [branches(space) for space in self.actions]
@@ -528,37 +583,51 @@ class Roles:
         self.has = np.array([np.hstack(parts) for parts in has])  # [A, C], bool
         ids = len(self.names) if args.agent_id and len(self.names) > 1 else 0
         self.ids = np.eye(len(self.names))[:, :ids]  # one-hot
-        # where in a row the numbers end, and where the masks
-        self.sizes = [gym.spaces.flatdim(space) for space in self.spaces]
+        self.sizes = [sum(map(gym.spaces.flatdim, parts.values())) for parts in self.parts]
         self.dim = max(self.sizes)  # D
-        self.mask = self.dim + ids
+        self.mask = self.dim + ids  # where in a row the mask begins
         self.there = self.mask + self.has.shape[1]
+        self.width = self.there + 2 + math.prod(self.image_shape)  # W
+        self.dtype = np.uint8 if self.dim == 0 and images[0].dtype == np.uint8 else np.float32
 
     def row(self, name: str, observation, info: dict) -> np.ndarray:
-        """An agent's observation [D], its number [A or 0] and its valid choices [C]."""
+        """The row [W], of bytes if only images of bytes are seen, of an agent that is there."""
         i = self.names.index(name)
         mask = info.get("action_mask", info.get("legal_action_mask"))
-        if isinstance(observation, dict):
-            mask = observation.get("action_mask", mask)
+        observation = observation if isinstance(observation, dict) else {"": observation}
+        mask = observation.get("action_mask", mask)
         valid = self.has[i].copy()
-        if mask is not None and self.action_masks:
+        if mask is not None and self.args.action_masks:
             valid[valid] = np.hstack(mask).reshape(valid.sum()) > 0
             if valid.any() and not np.add.reduceat(valid, self.starts, dtype=int).all():
                 raise ValueError(f"the action mask {mask} of {name} leaves a branch empty")
-        flat = gym.spaces.flatten(self.spaces[i], observation).reshape(self.sizes[i])
-        parts = flat, np.zeros(self.dim - len(flat)), self.ids[i], valid
-        return np.concatenate(parts, dtype=np.float32)
+        flat = [gym.spaces.flatten(part, observation[k]) for k, part in self.parts[i].items()]
+        flat = np.hstack([(), *flat]).reshape(self.sizes[i])
+        parts = flat, np.zeros(self.dim - len(flat)), self.ids[i], valid, (1, 0)
+        if self.image_shape[0]:
+            parts = *parts, self.image(observation[self.image_keys[i]])
+        return np.concatenate(parts, dtype=self.dtype, casting="unsafe")
+
+    def image(self, x: np.ndarray) -> np.ndarray:
+        """A stack of images, all the same one, as the agent sees it, flat."""
+        x = np.reshape(x, (*self.raw_shape[:2], -1))
+        x = np.ascontiguousarray(x, np.uint8 if x.dtype == np.uint8 else np.float32)
+        frames, *size, _ = self.image_shape
+        if size != [*self.raw_shape[:2]]:
+            pixels = torch.as_tensor(x).permute(2, 0, 1)[None]
+            how = {"size": size, "mode": "bilinear", "antialias": True}
+            x = nn.functional.interpolate(pixels, **how)[0].permute(1, 2, 0).numpy()
+        return np.tile(x.ravel(), frames)
 
     def env_action(self, name: str, action: np.ndarray):
         """An agent's action [B] as its environment wants it: choices from its first one on; numbers
         scaled from -1 ... 1 to the Box, if that has bounds, and clipped to it. The agent learns
         from its own actions, which are not clipped (continuous detail 5)."""
         space = self.actions[self.names.index(name)]
+        action = action[: math.prod(space.shape)].reshape(space.shape)
         if not self.boxes:
-            choices = action.reshape(space.shape) + getattr(space, "start", 0)
-            return choices.astype(space.dtype)[()]
-        action = action[: math.prod(space.shape)].reshape(space.shape).astype(np.float64)
-        low = space.low.astype(np.float64)
+            return (action + getattr(space, "start", 0)).astype(space.dtype)[()]
+        low = space.low.astype(np.float64)  # as exact as the result
         high = space.high.astype(np.float64)
         bounded = np.isfinite(low) & np.isfinite(high)
         scaled = np.where(bounded, (low + high) / 2 + (high - low) / 2 * action, action)
@@ -566,8 +635,7 @@ class Roles:
 
 
 # --- environments ---------------------------------------------------------------------------------
-# packages whose modules a run's folder may name; any other is imported if the command line names it
-KNOWN_PACKAGES = {"lbforaging", "magent2", "mpe2", "pettingzoo", "rware"}
+KNOWN_PACKAGES = {"lbforaging", "magent2", "mpe2", "pettingzoo", "rware"}  # a folder may name them
 
 
 def is_known(env_id: str) -> bool:
@@ -576,6 +644,11 @@ def is_known(env_id: str) -> bool:
     if colon:
         return module in KNOWN_PACKAGES
     return "/" in name or "." not in name or name.split(".")[0] in KNOWN_PACKAGES
+
+
+def is_ale(env_id: str) -> bool:
+    """Whether it is a game of PettingZoo's ALE, for two players or more."""
+    return env_id.startswith(("atari/", "pettingzoo.atari."))
 
 
 def make_env(env_id: str, /, **options):
@@ -589,12 +662,15 @@ def make_env(env_id: str, /, **options):
     if module:
         make = getattr(importlib.import_module(module), name, make)
     elif "/" in name:
-        parallel = [spec.id for spec in pettingzoo.parallel_registry.values()]
-        kind = "parallel" if name.replace("_v", "-v") in parallel else "aec"
+        kind = "parallel" if name.replace("_v", "-v") in pettingzoo.parallel_registry else "aec"
         make = partial(pettingzoo.make, kind, name)
     elif "." in name:
         scenario = importlib.import_module(name)
         make = getattr(scenario, "parallel_env", None) or scenario.env
+    if is_ale(env_id):  # grey images, and the ROMs of ale-py
+        roms = str(Path(importlib.import_module("ale_py").__file__).parent)
+        options = {"obs_type": "grayscale_image", "auto_rom_install_path": roms} | options
+        return make(**options).unwrapped
     env = make(**options)
     if isinstance(env, pettingzoo.AECEnv):
         return turn_based_aec_to_parallel_wrapper(env)
@@ -602,9 +678,8 @@ def make_env(env_id: str, /, **options):
 
 
 class FromGymnasium:
-    """A gymnasium environment of one agent or, with Tuple spaces, of several, in the form of
-    PettingZoo's. Those of several are made anew for each episode: lbforaging's resets depend on the
-    episode before."""
+    """A gymnasium environment of one agent or, with Tuple spaces, of several, as PettingZoo's are.
+    Those of several are made anew for each episode: lbforaging's depend on the one before."""
 
     def __init__(self, env: gym.Env, make):
         self.env = env
@@ -616,7 +691,6 @@ class FromGymnasium:
         self.action_space = self.by_name(env.action_space).get
 
     def by_name(self, values) -> dict:
-        """The agents' values, by their names."""
         return dict(zip(self.possible_agents, values if self.several else [values], strict=True))
 
     def reset(self, seed: int):
@@ -652,9 +726,8 @@ class Envs:
     """Environments in this process, stepped one after the other; `indices` are theirs in the run.
     Every episode has its own seed, so it can be played again on resuming.
 
-    Autoreset is "next step": the step in which the last agents end returns their true last
-    observations; the next one ignores its actions and returns a new episode's first observations
-    with rewards 0.
+    Autoreset is "next step": the step that ends an episode returns its true last observations; the
+    next one ignores its actions and returns a new episode's first observations with rewards 0.
     """
 
     def __init__(self, args: Args, indices, episodes: list):
@@ -692,12 +765,22 @@ class Envs:
         self.rows[i] = self.read(i, observations, infos, self.envs[i].agents)
 
     def play(self, i: int, actions: np.ndarray):
-        """One step of an environment, with actions [A, B]: rewards, terminated, truncated [A]."""
+        """Hold actions [A, B] until an agent ends, at most: rewards, terminated, truncated [A]."""
         env = self.envs[i]
         names = self.roles.names
         pairs = zip(names, actions, strict=True)
         acting = {x: self.roles.env_action(x, action) for x, action in pairs if x in env.agents}
-        observations, rewards, terminated, truncated, infos = env.step(acting)
+        rewards = dict.fromkeys(names, 0.0)
+        observations = {}
+        for _ in range(self.args.action_repeat or (4 if is_ale(self.args.env_id) else 1)):
+            before = observations
+            observations, gains, terminated, truncated, infos = env.step(acting)
+            rewards = {name: rewards[name] + gains.get(name, 0.0) for name in names}
+            if any(terminated.values()) or any(truncated.values()) or acting.keys() - env.agents:
+                break
+        if before and is_ale(self.args.env_id):  # all see one screen (Atari detail 2)
+            screen = np.maximum(*[next(iter(x.values())) for x in (before, observations)])
+            observations = dict.fromkeys(observations, screen)
         self.lengths[i] += 1
         limit = self.lengths[i] == self.args.max_episode_steps
         stopped = {name for name in acting if truncated.get(name, False) or limit}
@@ -707,25 +790,28 @@ class Envs:
         self.autoreset[i] = not living
         observations = {name: x for name, x in observations.items() if name not in dead}
         self.rows[i] = self.read(i, observations, infos, living)
-        results = [(rewards.get(name, 0.0), name in dead, name in stopped) for name in names]
+        results = [(rewards[name], name in dead, name in stopped) for name in names]
         return zip(*results, strict=True)
 
     def read(self, i: int, observations: dict, infos: dict, living) -> np.ndarray:
         """An environment's rows [A, W], as the Agent describes them, when these agents live."""
-        env = self.envs[i]
         roles = self.roles
-        state = np.ravel(env.state()) if self.args.critic == "state" else []
-        mover = env.aec_env.agent_selection if self.takes_turns else None  # the others wait
-        rows = np.zeros((len(roles.names), roles.there + 2 + len(state)), np.float32)
+        mover = (
+            self.envs[i].aec_env.agent_selection if self.takes_turns else None
+        )  # the others wait
+        rows = np.zeros((len(roles.names), roles.width), roles.dtype)
         rows[:, roles.dim : roles.mask] = roles.ids
-        rows[:, roles.there + 2 :] = state
         for k, name in enumerate(roles.names):
             if name in observations:
-                row = roles.row(name, observations[name], infos.get(name, {}))
+                rows[k] = roles.row(name, observations[name], infos.get(name, {}))
+                valid = rows[k, roles.mask : roles.there]
                 if name not in living or mover not in (None, name):
-                    row[roles.mask :] = 0.0
-                waits = name in living and not row[roles.mask :].any()
-                rows[k, : roles.there + 2] = *row, 1.0, waits
+                    valid[:] = 0.0
+                rows[k, roles.there + 1] = name in living and not valid.any()
+        if self.lengths[i]:  # the images before, and one that is new
+            size = math.prod(roles.image_shape[1:])
+            past = slice(roles.there + 2, roles.width - size)
+            rows[:, past] = self.rows[i][:, past.start + size :]
         return rows
 
     def step(self, actions: np.ndarray):
@@ -776,9 +862,7 @@ class WorkerEnvs:
             context.Process(target=worker_loop, args=(worker_pipe, args, indices, episodes)).start()
             worker_pipe.close()
             self.pipes.append(pipe)
-        observation_spaces, action_spaces = self.receive()
-        self.observation_space = observation_spaces[0]
-        self.action_space = action_spaces[0]
+        (self.observation_space, *_), (self.action_space, *_) = self.receive()  # alike in all
 
     def receive(self) -> list:
         """Receive obs, autoreset and more from each worker; returns the tuples of what is more."""
@@ -832,6 +916,7 @@ class Run:
         self.last_returns = deque(checkpoint.get("last_returns", []), maxlen=100)
         # each environment's running episode: its number, return and actions so far
         self.episodes = checkpoint.get("episodes") or [(0, 0.0, [])] * args.num_envs
+        self.past = checkpoint.get("past")  # weights at the last win rates
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
         self.folder = args.resume or args.run_dir or Path("runs") / name
         self.folder.mkdir(parents=True, exist_ok=self.folder.name != name)
@@ -843,7 +928,7 @@ class Run:
         except OSError as error:
             print(f"{self.folder} is not locked: {error}", file=sys.stderr)
         if not args.resume and (self.folder / "checkpoint.pt").exists():
-            fail(f"a run is there: --resume {self.folder} goes on with it")
+            fail(f"a run is there: --resume {shlex.quote(str(self.folder))} goes on with it")
         # drop the rows after the checkpoint: they will be logged again
         self.csv.truncate(checkpoint.get("csv_size", 0))
         if not checkpoint:
@@ -883,34 +968,30 @@ class Run:
             score, past_actions = 0.0, []
         rows = slice(resets[-1] + 1 if len(resets) else 0, t)
         score = score + rewards[rows, i].sum(axis=0)
-        return number + len(resets), score, [*past_actions, *actions[rows, i]]
+        past_actions = np.asarray(past_actions, actions.dtype).reshape(-1, *actions.shape[2:])
+        return number + len(resets), score, np.concatenate((past_actions, actions[rows, i]))
 
-    def log_rollout(self, names: list[str], actions, rewards, deaths, autoreset):
-        """Take in a rollout of the named agents, [T, N, A, ...] and autoreset [T + 1, N]: log the
-        episodes that ended. Their return is the mean over agents."""
+    def log_rollout(self, names: list[str], actions, rewards, autoreset):
+        """Take in a rollout [T, N, A, ...], autoreset [T + 1, N]: log the episodes that ended."""
         seconds = time.monotonic() - self.start
         steps = self.global_step + np.count_nonzero(~autoreset[:-1], axis=1).cumsum()
         self.global_step = int(steps[-1])
-        # a score is a row [A + 1]: the return of each agent and the number of deaths
-        rows = actions, np.dstack([rewards, deaths.sum(axis=-1)]), autoreset
+        rows = actions, rewards, autoreset
         ended = [(t, *self.episode(i, t + 1, *rows)) for t, i in np.argwhere(autoreset[1:])]
         self.episodes = [self.episode(i, len(steps), *rows) for i in range(len(self.episodes))]
-        for t, _, score, played in ended:
-            self.last_returns.append(float(score[:-1].mean()))
-            self.csv.write(f"{steps[t]},{seconds:.2f},{self.last_returns[-1]},{len(played)}\n")
+        for t, _, score, past_actions in ended:
+            self.last_returns.append(float(score.mean()))
+            self.csv.write(f"{steps[t]},{seconds:.2f},{score.mean()},{len(past_actions)}\n")
         if ended:
-            *returns, deaths = np.mean([score for _, _, score, _ in ended], axis=0)
-            values = {"episodic_return": np.mean(returns), "team_return": sum(returns)}
-            values["episodic_length"] = np.mean([len(played) for *_, played in ended])
-            values["deaths"] = deaths
-            # of more than eight agents the mean of those whose names differ by a number
-            kinds = [name if len(names) <= 8 else name.rstrip("_0123456789") for name in names]
-            for kind in dict.fromkeys(kinds):
-                values[f"return/{kind}"] = np.mean(np.array(returns)[np.array(kinds) == kind])
+            score = np.mean([score for _, _, score, _ in ended], axis=0)  # [A]
+            line = f"global_step={self.global_step}, episodic_return={score.mean():.4f}"
+            self.bar.write(f"{line}, episodes={len(ended)}, SPS={self.global_step / seconds:.0f}")
+            values = {"episodic_return": score.mean(), "team_return": score.sum()}
+            values["episodic_length"] = np.mean([len(past_actions) for *_, past_actions in ended])
+            if len(names) <= 8:
+                values |= {f"return/{name}": x for name, x in zip(names, score, strict=True)}
             for name, value in values.items():
                 self.writer.add_scalar(f"charts/{name}", value, self.global_step)
-            line = f"global_step={self.global_step}, episodic_return={np.mean(returns):.4f}"
-            self.bar.write(f"{line}, episodes={len(ended)}, SPS={self.global_step / seconds:.0f}")
 
     def log(self, metrics: dict[str, float]):
         """Log an iteration."""
@@ -937,7 +1018,7 @@ def save(run: Run, agent: Agent):
     state |= {"global_step": run.global_step, "iteration": run.iteration}
     state |= {"seconds": time.monotonic() - run.start, "last_returns": list(run.last_returns)}
     state["csv_size"] = (run.folder / "episodes.csv").stat().st_size
-    state["wandb"] = run.wandb and run.wandb.id
+    state |= {"wandb": run.wandb and run.wandb.id, "past": run.past}
     rows = run.episodes
     state["episodes"] = [(n, np.array(y).tolist(), torch.tensor(np.array(x))) for n, y, x in rows]
     torch.save(state, run.folder / "checkpoint.pt.tmp")
@@ -963,8 +1044,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """A list of the signals that came. The first ends training after its iteration, the next acts
-    at once. Only the main thread can catch signals; elsewhere the list stays empty."""
+    """A list of the signals that came. The first ends training after its iteration, a second of
+    its kind acts at once. Only the main thread can catch signals; elsewhere it stays empty."""
     received = []
 
     def handler(number, frame):
@@ -1001,43 +1082,85 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
     return agent, args
 
 
+def play_games(args: Args, envs: Envs, players: list[Agent], name: str = "", frames=None):
+    """Returns [episodes, A] of an agent that plays all sides, or of two players, the first's first,
+    who change sides after each game. Actions are drawn, but for the name "greedy". Episodes are
+    printed under a name; drawings of the first one go to `frames`."""
+    envs.begin(0, number=0)
+    envs.obs = np.stack(envs.rows)
+    returns = []
+    scores = 0.0
+    while len(returns) < args.eval_episodes:
+        actions = []
+        for player in players:
+            noise = None if name == "greedy" else player.noise(*envs.obs.shape[:2])
+            actions.append(player.act_on_rows(envs.obs, noise))
+        side = len(returns) % len(players)
+        actions[0][:, 1 - side : 2 - side] = actions[-1][:, 1 - side : 2 - side]
+        rewards, *_ = envs.step(actions[0])
+        scores = scores + rewards[0]
+        if frames is not None and not returns:
+            frames.append(envs.envs[0].render())
+        if envs.autoreset[0]:
+            scores = scores[::-1] if side else scores
+            if name:
+                line = f"episodic_return={scores.mean():.2f} team_return={scores.sum():.2f}"
+                line += f" points={scores.tolist()}" if len(players) > 1 else ""
+                print(f"{name}_episode={len(returns)}, {line}", flush=True)
+            returns.append(scores)
+            scores = 0.0
+    return np.array(returns)
+
+
+def rival(agent: Agent, weights: dict | None = None) -> Agent:
+    """An agent with these weights or, by default, one to which all choices are equally likely."""
+    weights = weights or {k: x * ("actor." not in k) for k, x in agent.state_dict().items()}
+    player = copy.deepcopy(agent)  # with a generator of its own
+    player.load_state_dict(weights)
+    return player
+
+
+def win_rates(agent: Agent, run: Run) -> dict[str, float]:
+    """Shares of games won (draws: half) against a random player, and itself at the last call."""
+    args = replace(run.args, seed=episode_seed(run.args.seed, 2**31, run.iteration))
+    now = copy.deepcopy(agent.state_dict())
+    rates = {}
+    with contextlib.closing(make_envs(args, 1, {})) as envs:
+        for name, weights in {"random": None, "past": run.past or now}.items():
+            scores = play_games(args, envs, [rival(agent, now), rival(agent, weights)])
+            rates[f"charts/win_rate_{name}"] = 0.5 + 0.5 * np.sign(scores @ [1, -1]).mean()
+    run.past = now
+    return rates
+
+
 def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate`, the same episodes with sampled actions and greedily; returns
-    the sampled returns, means over agents. `capture_video` records the first sampled episode into
-    its videos/."""
+    """Play the run in `args.evaluate`, sampled and greedily, or against another; returns the
+    sampled returns, means over agents. `capture_video` records the first into its videos/."""
     options = json.loads(args.env_kwargs)
     if args.capture_video:
         options["render_mode"] = "rgb_array"
-    seed = episode_seed(args.seed, 2**31)
-    args = replace(args, seed=seed, env_kwargs=json.dumps(options))
-    returns = {"eval": [], "greedy": []}  # [episodes, A]
-    frames = []
-    for name, done in returns.items():
-        with contextlib.closing(make_envs(args, 1, {})) as envs:
-            agent, _ = load(args.evaluate, envs)
-            scores = 0.0
-            while len(done) < args.eval_episodes:
-                noise = agent.noise(*envs.obs.shape[:2]) if name == "eval" else None
-                rewards, *_ = envs.step(agent.act_on_rows(envs.obs, noise))
-                scores = scores + rewards[0]
-                if args.capture_video and not returns["eval"]:
-                    frames.append(envs.envs[0].render())
-                if envs.autoreset[0]:
-                    line = f"episodic_return={scores.mean():.2f} team_return={scores.sum():.2f}"
-                    print(f"{name}_episode={len(done)}, {line}", flush=True)
-                    done.append(scores)
-                    scores = 0.0
+    args = replace(args, seed=episode_seed(args.seed, 2**31), env_kwargs=json.dumps(options))
+    frames = [] if args.capture_video else None
+    with contextlib.closing(make_envs(args, 1, {})) as envs:
+        players = [load(args.evaluate, envs)[0]]
+        if args.against:
+            folder = None if args.against == "RANDOM" else Path(args.against)
+            players += [rival(players[0], folder and load_checkpoint(folder)["agent"])]
+        returns = {"sampled": play_games(args, envs, players, "eval", frames)}
+        if not args.against:
+            returns["greedy"] = play_games(args, envs, players, "greedy")
     if args.capture_video:
         from gymnasium.utils.save_video import save_video  # needs moviepy
 
         save_video(frames, str(args.evaluate / "videos"), lambda _: True, fps=15)
     for name, done in returns.items():
-        mean = np.mean(done, axis=1)
-        team = np.sum(done, axis=1)
-        line = f"mean over agents {mean.mean():.2f} +- {mean.std():.2f}, "
-        line += f"sum over agents {team.mean():.2f} +- {team.std():.2f}"
-        print(f"{'sampled' if name == 'eval' else name}, {len(done)} episodes: {line}")
-    return np.mean(returns["eval"], axis=1).tolist()
+        kinds = {"mean": done.mean(axis=1), "sum": done.sum(axis=1)}
+        parts = [f"{k} over agents {x.mean():.2f} +- {x.std():.2f}" for k, x in kinds.items()]
+        print(f"{name}, {len(done)} episodes: {', '.join(parts)}")
+    if args.against:
+        rate = 0.5 + 0.5 * np.sign(done @ [1, -1]).mean()
+        print(f"points {done.mean(axis=0)}, win rate {rate:.3f}")
+    return np.mean(returns["sampled"], axis=1).tolist()
 
 
 # --- command line ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""ppo_pettingzoo.py: rows, deaths, turns, masks, critics, learning, resuming, acting for one agent.
+"""ppo_pettingzoo.py: rows, deaths, turns, masks, images, critics, learning, resuming, games of two.
 The update is compared with a reference in algorithms/test_agents.py; agents_toy.py has environments
 whose best policy is known."""
 
@@ -94,7 +94,7 @@ def test_rows_of_agents_that_die_join_stop_and_vanish(tmp_path):
     assert data.obs[5, 0, 2, 0] != 0  # the true last observation of who was stopped
     assert not data.obs[2, 0, 0, :3].any()  # of who died there is none
     assert rows(tmp_path / "a")[1][2] == "6"
-    assert tags["charts/deaths"] == [(7, 1.0)]
+    assert tags["charts/return/drone_0"][0][0] == 7
     # drone_0 leaves without a word, and the limit is the script's
     kwargs = COMING_AND_GOING | {"silent": True, "limit": 99}
     _, same, _ = roll(tmp_path / "b", 8, "agents_toy:drift", kwargs, max_episode_steps=6)
@@ -105,14 +105,13 @@ def test_rows_of_agents_that_die_join_stop_and_vanish(tmp_path):
 def test_turns_and_the_rewards_of_who_waits(tmp_path):
     for folder, team in ((tmp_path / "one", False), (tmp_path / "team", True)):
         kwargs = {"masks": not team}  # who waits has none, or one of ones
-        _, data, tags = roll(folder, 8, "agents_toy:turns", kwargs, team_reward=team)
+        _, data, _ = roll(folder, 8, "agents_toy:turns", kwargs, team_reward=team)
         acts = [[1, 0, 1, 0, 1, 0, 0, 1], [0, 1, 0, 1, 0, 1, 0, 0]]
         assert data.acts[:, 0].T.astype(int).tolist() == acts
         assert data.valid[:, 0].T.astype(int).tolist() == acts
         waits = [[0, 1, 0, 1, 0, 1, 0, 0, 1], [1, 0, 1, 0, 1, 0, 0, 1, 0]]
         assert data.waits[:, 0].T.astype(int).tolist() == waits
         assert data.terminated[5, 0].all()  # the second's move ends it for both
-        assert tags["charts/deaths"] == [(7, 0.0)]
         expected = np.where(data.acts[:6, 0], data.actions[:6, 0, :, 0], -1.0)
         if team:
             expected = expected.sum(axis=1, keepdims=True)
@@ -138,12 +137,12 @@ def test_masks_and_spaces():
 
     nested = roles(Dict(action_mask=Box(0, 1, (3,)), goal=Discrete(2), x=Box(0, 1, (1,))))
     observation = {"x": np.float32([0.5]), "goal": 1, "action_mask": np.array([0, 1, 1])}
-    assert nested.row("b", observation, {}).tolist() == [0, 1, 0.5, 0, 1, 1]
+    assert nested.row("b", observation, {}).tolist() == [0, 1, 0.5, 0, 1, 1, 1, 0]
     info = {"action_mask": np.ones(1)}  # would be broadcast
     with pytest.raises(ValueError, match="shape"):
         roles().row("a", np.zeros(3), info)
     bits = roles(action=MultiBinary(2))
-    assert bits.row("a", np.zeros(3), {"action_mask": np.array([1, 0, 1, 1])}).sum() == 3
+    assert bits.row("a", np.zeros(3), {"action_mask": np.array([1, 0, 1, 1])}).sum() == 3 + 1
     with pytest.raises(ValueError, match="leaves a branch empty"):
         bits.row("a", np.zeros(3), {"action_mask": np.array([0, 0, 1, 1])})
     for wrong in (
@@ -151,11 +150,142 @@ def test_masks_and_spaces():
         {"other": MultiBinary(2)},  # two branches beside one
         {"action": Box(0, 9, (1,), np.int64)},
         {"action": gym.spaces.Tuple([Discrete(2)])},
-        {"space": Box(0, 255, (200, 200, 3), np.uint8)},
+        {"space": Box(0, 255, (3, 200, 200), np.uint8)},  # channels first
         {"space": gym.spaces.Sequence(Discrete(2))},
     ):
         with pytest.raises(gym.error.Error):
             roles(**wrong)
+
+
+# --- images ---------------------------------------------------------------------------------------
+def test_rows_with_images():
+    """A stack of images, the newest last, filled with the first one when an episode begins; bytes
+    where only images of bytes are seen. Held actions: every second image is skipped."""
+    envs = make_envs("agents_toy:duel", frame_stack=3, action_repeat=2)
+    assert envs.obs.shape == (1, 2, 2 + 2 + 2 + 3 * 40 * 40)
+    assert envs.obs.dtype == np.uint8
+    seen = []
+    for _ in range(5):
+        stack = envs.obs[0, :, 6:].reshape(2, 3, 40, 40)
+        assert (stack[0] == stack[1]).all()
+        assert set(stack[0, :, 1, 1]) | set(stack[0, :, 1, -1]) <= {0, 255}
+        seen.append(stack[0, :, 0, 0].tolist())
+        envs.step(np.zeros((1, 2, 1), int))
+    assert seen == [[0, 0, 0], [0, 0, 2], [0, 2, 4], [2, 4, 5], [0, 0, 0]]
+    envs = make_envs("agents_toy:duel", {"dicts": True, "size": 200})  # made smaller: by 3
+    row = envs.obs[0, 1]
+    assert row.shape == (2 + 2 + 3 + 2 + 66 * 66,)
+    assert row.dtype == np.float32
+    assert row[:2].sum() == 1  # the choice that is seen, one-hot
+    assert row[2:9].tolist() == [0, 1, 1, 1, 0, 1, 0]  # number, mask, there
+    screen = row[9:].reshape(66, 66)
+    assert {screen[9, 9], screen[9, -9]} == {0, 255}
+    assert set(np.unique(screen[3:, :30])) < {0, 255}
+
+
+def test_the_network_sees_images_number_and_all_else_as_planes():
+    agent = make_agent(make_envs("agents_toy:duel", {"dicts": True}, frame_stack=2))
+    rows = torch.zeros(3, 2 + 2 + 3 + 2 + 2 * 1600)
+    rows[:, :4] = torch.tensor([0.0, 1, 1, 0])
+    rows[:, 4:7] = 1.0
+    rows[1, 9 : 9 + 1600] = 255.0
+    calls = []
+    agent.trunk.register_forward_hook(lambda _, x, __: calls.append(x[0]))
+    scores, values = agent.policy(agent.inputs(rows))
+    (pixels,) = calls
+    assert pixels.shape == (3, 2 + 4, 40, 40)
+    means = [[0, 0, 0, 1, 1, 0], [1, 0, 0, 1, 1, 0], [0, 0, 0, 1, 1, 0]]  # 2 images, then planes
+    assert pixels.mean(dim=(2, 3)).tolist() == means
+    assert torch.equal(scores[0], scores[2]) and not torch.equal(values[0], values[1])
+    count = sum(p.numel() for p in agent.parameters())
+    convs = 6 * 32 * 64 + 32, 32 * 64 * 16 + 64, 64 * 64 * 9 + 64  # 40 -> 9 -> 3 -> 1
+    assert count == sum(convs) + 64 * 512 + 512 + 512 * (3 + 1) + 4
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "flags", "message"),
+    [
+        ({"wide": 9}, {}, "second observes"),
+        ({"dicts": True}, {"critic": "concatenated"}, "not of images"),
+    ],
+)
+def test_images_that_are_refused(kwargs, flags, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        make_envs("agents_toy:duel", kwargs, **flags)
+    assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        make_envs(eval_interval=2)  # three agents
+    assert "two players" in capsys.readouterr().err
+
+
+def test_atari_for_two():
+    """Grey 84 x 84 images, the maximum of every fourth frame and the one before, in stacks of 4;
+    both players' actions matter; scores are raw, what is learned are signs."""
+    pytest.importorskip("multi_agent_ale_py")
+    envs = make_envs("atari/pong_v3", seed=3)
+    env = script.make_env("atari/pong_v3")
+    env.reset(seed=script.episode_seed(3, 0, 0))
+    assert envs.obs.dtype == np.uint8
+    for k in range(60):
+        actions = np.array([[[2 + k % 2], [k % 6]]])
+        envs.step(actions)
+        frames = [env.step(dict(zip(env.agents, actions[0, :, 0], strict=True))) for _ in range(4)]
+        screen = np.maximum(frames[2][0]["first_0"], frames[3][0]["first_0"])[None, None, ..., 0]
+        small = torch.nn.functional.interpolate(
+            torch.tensor(screen).double(), (84, 84), mode="bilinear", antialias=True
+        )
+        for player in range(2):
+            newest = envs.obs[0, player, 2 + 6 + 2 :].reshape(4, 84, 84)[3]
+            assert np.abs(newest - small[0, 0].numpy()).max() <= 1.0
+            assert envs.obs[0, player, :2].tolist() == [1 - player, player]
+    assert np.ptp(envs.obs[0, 0, 10:].reshape(4, -1).astype(int), axis=0).max() > 50  # it moves
+
+
+# --- games of two ---------------------------------------------------------------------------------
+def test_players_change_sides(monkeypatch):
+    """One is always right, the other always chooses 0, which is right for the first where the left
+    half is lit, for the second where the right one is."""
+
+    class Player:
+        def __init__(self, best):
+            self.best = best
+
+        def noise(self, *shape):
+            return None
+
+        def act_on_rows(self, rows, noise):
+            left = rows[0, :, 6:].reshape(2, 40, 40)[:, 1, 0] == 255
+            return (self.best * (left ^ [True, False])).astype(int).reshape(1, 2, 1)
+
+    envs = make_envs("agents_toy:duel", {"limit": 1}, eval_episodes=100)
+    halves = []
+    look = agents_toy.Duel.look
+    spy = lambda env: (look(env), halves.append(env.half))[0]  # noqa: E731
+    monkeypatch.setattr(agents_toy.Duel, "look", spy)
+    scores = script.play_games(envs.args, envs, [Player(1), Player(0)])
+    points = np.array(halves[:200:2]) == np.arange(100) % 2  # when they chose; whose side is which
+    np.testing.assert_array_equal(scores, np.stack([points, -1.0 * points], axis=1))
+    assert 30 < points.sum() < 70
+
+
+def test_a_player_of_images_learns_who_it_is_and_beats_random(tmp_path, capsys):
+    """Self-play: without its number no one could choose well for both sides."""
+    flags = "--env-id agents_toy:duel --num-envs 8 --num-steps 32 --learning-rate 1e-3 --no-cuda"
+    flags = f"{flags} --total-timesteps 3072 --eval-interval 6 --eval-episodes 40"
+    script.train(parse(f"{flags} --run-dir {tmp_path / 'run'}"))
+    points = scalars(tmp_path / "run", timed=True)
+    assert points["charts/win_rate_random"][-1][1] > 0.9
+    assert points["charts/win_rate_past"][0][1] == pytest.approx(0.5, abs=0.2)  # against itself
+    play = f"--evaluate {tmp_path / 'run'} --env-id agents_toy:duel --eval-episodes 40 --against"
+    capsys.readouterr()
+    script.evaluate(parse(f"{play} RANDOM"))
+    assert float(re.search(r"win rate (\S+)", capsys.readouterr().out)[1]) > 0.9
+    script.evaluate(parse(f"{play} {tmp_path / 'run'}"))
+    assert 0.3 < float(re.search(r"win rate (\S+)", capsys.readouterr().out)[1]) < 0.7
+    agent, _ = script.load(tmp_path / "run", make_envs("agents_toy:duel"))
+    env = agents_toy.Duel()
+    observations, _ = env.reset(seed=3)
+    assert agent.act(observations) == {"first": env.half, "second": 1 - env.half}
 
 
 # --- networks -------------------------------------------------------------------------------------
@@ -164,14 +294,11 @@ def test_masks_and_spaces():
     [
         ("local", [0, 1, 2, 3, 4]),  # two numbers, padded to three, and the agent's number
         ("concatenated", [0, 1, 2, 10, 11, 12, 1, 1, 3, 4]),
-        ("state", [20, 21, 22, 23, 0, 1, 2, 3, 4]),
     ],
 )
 def test_what_the_networks_see(critic, inputs):
     agent = make_agent(make_envs("agents_toy:drift", critic=critic))
     row = torch.tensor([[0.0, 1, 2, 3, 4, 5, 6, 1, 0], [10, 11, 12, 13, 14, 15, 16, 1, 0]])
-    if critic == "state":
-        row = torch.cat([row, torch.tensor([[20.0, 21, 22, 23]] * 2)], dim=-1)
     calls = {}
     for name in ("actor", "critic"):
         network = getattr(agent, name)
@@ -280,7 +407,8 @@ def test_learning(tmp_path, capsys, flags, actions, least):
     [
         ("agents_toy:turns", "--max-episode-steps 4"),
         (SPEAKER, "--team-reward --critic concatenated"),
-        (KAZ, "--critic state --value-norm False"),
+        (KAZ, "--critic concatenated --value-norm False"),
+        ("agents_toy:duel", "--eval-interval 2 --eval-episodes 2"),
         (FORAGING, ""),
     ],
 )
@@ -305,7 +433,7 @@ def test_what_is_logged(tmp_path):
     train(tmp_path / "run", "--total-timesteps 192")
     tags = scalars(tmp_path / "run", timed=True)
     returns = [f"charts/return/{name}" for name in ("scout", "guard_0", "guard_1")]
-    names = "episodic_return", "team_return", "episodic_length", "deaths", "agent_steps", "SPS"
+    names = "episodic_return", "team_return", "episodic_length", "agent_steps", "SPS"
     assert {*returns, *[f"charts/{name}" for name in names]} < tags.keys()
     assert {f"losses/{name}" for name in [*METRICS, "explained_variance"]} < tags.keys()
     values = {name: np.array([value for _, value in points]) for name, points in tags.items()}
@@ -317,23 +445,6 @@ def test_what_is_logged(tmp_path):
     assert values["charts/agent_steps"][-1] == checkpoint["agent"]["steps"] < 3 * steps
     resets = 3 * 64 - steps  # rows after an episode's end, of which the last four may be next
     assert 0 <= len(rows(tmp_path / "run")) - 1 - resets <= 4
-
-
-def test_many_agents_are_logged_by_the_names_without_numbers(tmp_path):
-    names = ["red_0", "red_1", *[f"blue_{i}" for i in range(7)]]
-    args = parse(f"{SMALL} --num-envs 1 --run-dir {tmp_path / 'run'}")
-    with script.Run(args, {}) as run:
-        rewards = np.tile(np.arange(9.0), (2, 1, 1))
-        deaths = np.zeros((2, 1, 9), bool)
-        deaths[0, 0, :2] = True
-        autoreset = np.array([[False], [False], [True]])
-        run.log_rollout(names, np.zeros((2, 1, 9, 1)), rewards, deaths, autoreset)
-    points = {name: values[0] for name, values in scalars(tmp_path / "run").items()}
-    assert points["charts/return/red"] == (2, 1.0)
-    assert points["charts/return/blue"] == (2, 10.0)
-    assert points["charts/team_return"] == (2, 72.0)
-    assert points["charts/deaths"] == (2, 2.0)
-    assert rows(tmp_path / "run")[1:] == [["2", "8.0", "2"]]
 
 
 def test_a_saved_policy_acts_for_one_agent_and_for_all(tmp_path):
