@@ -1,6 +1,7 @@
 """ppo_kl_adaptive.py as a program: what moves beta and the learning rate, budgets, resumed runs, an
 agent of one's own, evaluation. What all scripts do: tests/every."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import gymnasium as gym
@@ -151,3 +152,30 @@ def test_an_agent_of_ones_own(env_id):
     assert logprob.shape == entropy.shape == value.shape == (3,)
     assert not torch.isclose(late, logprob).any()
     assert not torch.isclose(later, value).any()
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "value_learning_rate"])
+def test_a_schedule_of_a_rate_is_followed(name, tmp_path, monkeypatch):
+    """`update` gets the rates of its iteration."""
+    moved = []
+    for rate in (None, 1e-9):
+        plain = script.update
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                script,
+                "update",
+                lambda agent, data, args, plain=plain, rate=rate: plain(
+                    agent, data, replace(args, **{name: rate})
+                ),
+            )
+            flags = "--env-id Pendulum-v1 -b 2 --total-timesteps 400 --no-cuda --seed 3 --run-dir"
+            folder = tmp_path / str(rate)
+            script.train(script.parse_args([*flags.split(), str(folder)]))
+        agent, _ = script.load(folder)
+        network = agent.critic if name == "value_learning_rate" else agent.actor
+        torch.manual_seed(3)
+        first = script.Agent(script.make_env("Pendulum-v1"))
+        first = first.critic if name == "value_learning_rate" else first.actor
+        pairs = zip(network.parameters(), first.parameters(), strict=True)
+        moved.append(max(float((x - y).abs().max()) for x, y in pairs))
+    assert moved[0] > 1e-4 > 1e-6 > moved[1]
