@@ -360,22 +360,21 @@ def advantages_and_returns(data: Rollout, values: np.ndarray, args: Args):
 
 
 def optimizers(agent: Agent, args: Args) -> tuple[torch.optim.Adam, torch.optim.Adam]:
-    """Adam of all parameters but the critic's, and Adam of the critic's. Coady's rates depend on
-    the second layers' units."""
+    """Adam for the policy's loss and for the critic's, each of all parameters: one without a
+    gradient stays. Coady's rates depend on the second layers' units."""
     policy_rate = args.learning_rate
     if policy_rate is None:
         policy_rate = 9e-4 / math.sqrt(agent.actor[2].out_features)
     value_rate = args.value_learning_rate
     if value_rate is None:
         value_rate = 1e-2 / math.sqrt(agent.critic[2].out_features)
-    critic = [*agent.critic.parameters()]
     logvar = [] if agent.discrete else [agent.actor_logvar]
-    others = [p for p in agent.parameters() if p not in {*critic, *logvar}]
+    others = [p for p in agent.parameters() if p not in {*logvar}]
     # the original's log variance is the sum of `speed` equal parameters, and Adam moves each as far
     groups = [{"params": others, "speed": 1}]
     groups.append({"params": logvar, "speed": 100 * agent.outputs // 48})
     policy_adam = torch.optim.Adam(groups, policy_rate, eps=1e-8, fused=True)
-    return policy_adam, torch.optim.Adam(critic, value_rate, eps=1e-8, fused=True)
+    return policy_adam, torch.optim.Adam(agent.parameters(), value_rate, eps=1e-8, fused=True)
 
 
 def fit_policy(agent: Agent, batch: Batch, args: Args) -> dict[str, float]:
