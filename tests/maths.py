@@ -3,14 +3,13 @@ loops, and what a rollout needs of a run."""
 
 import importlib
 import math
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import torch
-from program import assert_same, in_process, rows, scalars, train_until_killed
+from program import in_process, rows
 from scripts import SMALL, STEPS
 
 FRAMES = {  # scripts that learn from frames alone: the shape of an observation, how many actions
@@ -57,43 +56,9 @@ def random_ends(rng, T: int, N: int, first=None):
     return terminated, truncated, valid
 
 
-def brute_force(rewards, values, terminated, truncated, gamma, gae_lambda) -> np.ndarray:
-    """Advantages [T, N]: of each the sum over k of (gamma lambda)^k delta_{t+k}, to the end of t's
-    episode."""
-    advantages = np.zeros(rewards.shape)
-    for t, i in np.ndindex(*rewards.shape):
-        for k in range(t, len(rewards)):
-            delta = rewards[k, i] - values[k, i]
-            if not terminated[k, i]:
-                delta += gamma * values[k + 1, i]
-            advantages[t, i] += (gamma * gae_lambda) ** (k - t) * delta
-            if terminated[k, i] or truncated[k, i]:
-                break
-    return advantages
-
-
 def vector(agent) -> torch.Tensor:
     """A copy of all parameters."""
     return torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
-
-
-def killed_and_resumed(script, folder: Path, flags: str, named: str = "", least: int = 1) -> dict:
-    """The checkpoint of a run that was killed in its fourth update and resumed: to the bit, with
-    episodes, at the least so many, and TensorBoard, that of a run which nobody disturbed."""
-    module, runs = importlib.import_module(script), []
-    argv = [f"{flags} --run-dir {folder / name}".split() for name in ("whole", "killed")]
-    module.train(module.parse_args(argv[0]))
-    assert train_until_killed(script, "update", 4, argv[1]) == -signal.SIGKILL
-    module.train(module.parse_args(f"--resume {folder / 'killed'} {named}".split()))
-    for name in ("whole", "killed"):
-        checkpoint = module.load_checkpoint(folder / name)
-        points = scalars(folder / name)
-        timed = ("seconds", "csv_size")
-        checkpoint = {k: x for k, x in checkpoint.items() if k not in timed}
-        runs.append([{**checkpoint, "args": vars(checkpoint["args"])}, rows(folder / name), points])
-    assert_same(*runs)
-    assert len(runs[0][1]) > least
-    return runs[0][0]
 
 
 class Told(gym.Env):
@@ -210,29 +175,3 @@ def see_coarsely(monkeypatch, script: str):
         agent.network = torch.nn.Sequential(*parts)
 
     monkeypatch.setattr(plain, "__init__", coarse)
-
-
-def frames_rollout(script: str, T: int, N: int = 8, noise: float = 0.1):
-    """A rollout of noise. Log-probabilities are those of a uniform policy, more or less."""
-    (shape, actions), rng = FRAMES[script], np.random.default_rng(T)
-    terminated, truncated, valid = random_ends(rng, T, N)
-    normal = torch.as_tensor(rng.normal(size=(2 * T + 1, N)), dtype=torch.float32)
-    first = np.concatenate([rng.random((1, N)) < 0.3, ~valid[:-1]])
-    fields = {
-        "obs": torch.as_tensor(rng.integers(0, 256, (T, N, *shape), dtype=np.uint8)),
-        "actions": torch.as_tensor(rng.integers(0, actions, (T, N))),
-        "logprobs": noise * normal[:T] - math.log(actions), "values": normal[T:],
-        "rewards": rng.normal(size=(T, N)) * valid, "terminated": terminated,
-        "truncated": truncated, "valid": valid, "first": torch.as_tensor(first),
-        "state": torch.as_tensor(rng.normal(size=(2, N, 128)), dtype=torch.float32),
-    }  # fmt: skip
-    made = importlib.import_module(script).Rollout
-    return made(**{name: fields[name] for name in made._fields})
-
-
-def lstm_cell(weights, x: torch.Tensor, h: torch.Tensor, c: torch.Tensor):
-    """A step of an LSTM, as in the book: x [F], h and c [H]."""
-    w_ih, w_hh, b_ih, b_hh = weights
-    i, f, g, o = (w_ih @ x + b_ih + w_hh @ h + b_hh).chunk(4)
-    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-    return o.sigmoid() * c.tanh(), c
