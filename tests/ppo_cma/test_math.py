@@ -1,86 +1,64 @@
-"""PPO-CMA against the algorithm's specification: golden numbers of the original program (measured
-on it), fixed points and statistics. The numbers in the test names are the spec's."""
+"""ppo_cma.py: golden numbers of the original program (measured on it), first weights and actions,
+statistics, whole episodes, boxes. Updates are in algorithms/test_cma.py."""
 
 import csv
+from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from program import scalars
+from scripts import refused
 
 import ppo_cma
-from ppo_cma import Agent, Args, Rollout, gae, log_density, variance_loss
-
-
-def problem(obs_dim=1, low=(-1.0,), high=(1.0,)):
-    return SimpleNamespace(
-        observation_space=gym.spaces.Box(-np.inf, np.inf, (obs_dim,)),
-        action_space=gym.spaces.Box(np.array(low, np.float32), np.array(high, np.float32)),
-    )
+from ppo_cma import Agent, Args, Rollout, log_density
 
 
 def make_agent(obs_dim=1, low=(-1.0,), high=(1.0,), **flags) -> tuple[Agent, Args]:
     """An agent that is not pretrained, and its arguments."""
     args = Args(**flags)
-    agent = Agent(problem(obs_dim, low, high), args)
+    problem = SimpleNamespace(
+        observation_space=gym.spaces.Box(-np.inf, np.inf, (obs_dim,)),
+        action_space=gym.spaces.Box(np.array(low, np.float32), np.array(high, np.float32)),
+    )
+    agent = Agent(problem, args)
     agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-8, fused=True)
     return agent, args
 
 
-class Constant(torch.nn.Module):
-    """A network with one output vector for every state."""
-
-    def __init__(self, outputs: int, value=0.0):
-        super().__init__()
-        self.raw = torch.nn.Parameter(torch.full((outputs,), value))
-
-    def forward(self, x):
-        return self.raw.expand(*x.shape[:-1], -1)
+# --- first weights and actions --------------------------------------------------------------------
+def test_the_deviation_is_a_sigmoid_between_floor_and_full_range():
+    for half_range, raw, sigma in ((1.0, 0.0, 0.141421), (2.0, 2.033902, 2.0), (0.4, 0.0, 0.0894427),
+                                   (1.0, 50.0, 2.0), (1.0, -50.0, 0.01)):  # fmt: skip
+        agent, _ = make_agent(low=[-half_range], high=[half_range])
+        agent.var_net.forward = lambda x, raw=raw: torch.full((*x.shape[:-1], 1), raw)
+        assert (0.5 * agent.logvar(torch.zeros(1))).exp().item() == pytest.approx(sigma, rel=2e-5)
 
 
-# --- 1 squash, 2 initialisation, 3 pre-training, 4 the first iteration ----------------------------
-@pytest.mark.parametrize(
-    ("half_range", "raw", "sigma"),
-    [
-        (1.0, 0.0, 0.141421), (1.0, 1.893693, 1.0), (2.0, 0.0, 0.2), (2.0, 2.033902, 2.0),
-        (0.4, 0.0, 0.0894427), (0.4, 1.671836, 0.4), (1.0, 50.0, 2.0), (1.0, -50.0, 0.01),
-    ],
-)  # fmt: skip
-def test_1_deviation_is_a_sigmoid_between_floor_and_full_range(half_range, raw, sigma):
-    agent, _ = make_agent(low=[-half_range], high=[half_range])
-    agent.var_net = Constant(1, raw)
-    assert (0.5 * agent.logvar(torch.zeros(1))).exp().item() == pytest.approx(sigma, rel=2e-5)
-
-
-@pytest.mark.parametrize("net", ["mean_net", "var_net", "critic"])
-def test_2_shapes_unit_rows_and_centred_pre_activations(net):
+@pytest.mark.parametrize("net", ["mean_net", "critic"])
+def test_unit_rows_and_centred_pre_activations(net):
     agent, _ = make_agent(11, [-1] * 3, [1] * 3)
     mlp = getattr(agent, net)
     inputs, outputs = (12, 1) if net == "critic" else (11, 3)
     first, second, output = mlp.from_input.split(mlp.widths)
     second = torch.cat([second, mlp.from_first], dim=1)
     output = torch.cat([output, mlp.from_both], dim=1)
-    assert first.shape == (128, inputs)
-    assert second.shape == (128, inputs + 128)
-    assert output.shape == (outputs, inputs + 256)
+    shapes = [tuple(rows.shape) for rows in (first, second, output)]
+    assert shapes == [(128, inputs), (128, inputs + 128), (outputs, inputs + 256)]
     for rows in (first, second, output):
         torch.testing.assert_close(rows.norm(dim=1), torch.ones(len(rows)))
     x = torch.randn(500, inputs) * 3 + 1
     mlp.center(x)
     for layer in range(3):
-        assert mlp(x, layer).mean(dim=0).abs().max() < 1e-5
+        assert mlp(x, layer).mean(dim=0).abs().max() < 1e-5 * mlp(x, layer).abs().max()
+    for mode, number in (("ppo-cma", 60_501), ("ppo", 41_045)):  # as the original's
+        agent, _ = make_agent(11, [-1] * 3, [1] * 3, mode=mode)
+        assert sum(p.numel() for p in agent.parameters()) == number
 
 
-@pytest.mark.parametrize(
-    ("mode", "count"), [("ppo-cma", 60_501), ("ppo-cma-m", 60_501), ("ppo", 41_045), ("pg", 41_045)]
-)
-def test_2_parameter_counts_of_the_original(mode, count):
-    agent, _ = make_agent(11, [-1] * 3, [1] * 3, mode=mode)
-    assert sum(p.numel() for p in agent.parameters()) == count
-
-
-def test_3_pretraining_reaches_the_initial_gaussian():
+def test_pretraining_reaches_the_initial_gaussian():
     agent, args = make_agent(11, [-1] * 3, [1] * 3)
     ppo_cma.pretrain_policy(agent, args)
     with torch.no_grad():
@@ -90,16 +68,14 @@ def test_3_pretraining_reaches_the_initial_gaussian():
             assert low < sigma.mean() < high  # 1.00, .99 and .79-.84 in the original
             if scale == 1.0:
                 assert (sigma - 1.0).abs().max() < 0.12
-                assert (sigma - 1.0).square().mean().sqrt() < 0.07
                 assert agent.mean(x).square().mean().sqrt() < 0.02 * 2
 
 
-def test_4_and_13_first_actions_are_of_the_initial_gaussian_and_clipped():
+def test_first_actions_are_of_the_initial_gaussian_and_clipped():
     """Whatever the weights. Clipping alone lowers the variance to .516 of the half-range's."""
     agent, _ = make_agent(3, [-1, 0], [1, 4])
     agent.mean_net.bias.data += 100.0
     actions = agent.act(np.zeros((40_000, 3)), agent.noise(40_000))
-    assert actions.dtype == np.float32
     unit = (actions - [0, 2]) / [1, 2]
     assert np.abs(unit).max() == 1.0
     assert (np.abs(unit) == 1.0).mean(axis=0) == pytest.approx([0.317] * 2, abs=0.008)
@@ -108,109 +84,92 @@ def test_4_and_13_first_actions_are_of_the_initial_gaussian_and_clipped():
     assert agent.act(np.zeros((2, 3))).tolist() == [[0.0, 2.0]] * 2
 
 
-def test_4_get_action_and_value_samples_as_act_and_has_a_true_density():
-    (agent, _), (twin, _) = (make_agent(4, [-1] * 2, [1] * 2) for _ in range(2))
-    agent.updates += 1  # from here on the networks are the policy
-    twin.updates += 1
-    obs = torch.randn(6, 4)
-    action, logprob, entropy, value = agent.get_action_and_value(obs)
-    assert (action.numpy() == twin.act(obs.numpy(), twin.noise(6))).all()
-    expected = log_density(action, agent.mean(obs), agent.logvar(obs)) - np.log(2 * np.pi)
-    torch.testing.assert_close(logprob, expected)
-    differential = 0.5 * agent.logvar(obs).sum(-1) + np.log(2 * np.pi * np.e)
-    torch.testing.assert_close(entropy, differential)
-    inputs = agent.critic_inputs(obs, torch.arange(6))
-    torch.testing.assert_close(inputs[:, 4], 0.001 * torch.arange(6))
-    late = agent.get_action_and_value(obs, action, torch.arange(6))[3]
-    assert late[0] == value[0] and (late[1:] != value[1:]).all()  # the critic sees the time
-    no_future, _ = make_agent(4, gamma=0.0)
-    assert (no_future.critic_inputs(obs, 500)[:, 4] == 0).all()
+@pytest.mark.parametrize("mode", ["ppo-cma-m", "pg"])
+def test_later_ones_are_the_networks_and_the_critic_sees_the_time(mode):
+    """In numpy, and with a network of one's own; another policy there is an error."""
+    agent, _ = make_agent(5, [-1, 0], [1, 3], mode=mode)
+    agent.updates += 1
+    agent.obs_scale.uniform_(0.1, 1.0)
+    with torch.no_grad():
+        for parameter in agent.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    obs = np.random.default_rng(0).normal(size=(2000, 5)).astype(np.float32)
+    tensor = torch.as_tensor(obs)
+    for _ in range(2):
+        with torch.no_grad():
+            mean = agent.mean(tensor).numpy()
+            std = (0.5 * agent.logvar(tensor)).exp().numpy()
+        noise = agent.noise(len(obs))
+        np.testing.assert_allclose(agent.act(obs), mean, rtol=1e-4, atol=1e-5)
+        expected = np.clip(mean + std * noise, [-1, 0], [1, 3])
+        np.testing.assert_allclose(agent.act(obs, noise), expected, rtol=1e-4, atol=1e-4)
+        ppo_cma.check_actor(agent, obs)
+        agent.mean_net = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.ELU(), agent.mean_net)
+        agent.mean_net[2] = torch.nn.Linear(8, 2 if agent.cma else 4)
+        agent.var_net = agent.var_net if agent.cma else agent.mean_net
+    action, logprob, entropy, value = agent.get_action_and_value(tensor[:6])
+    normal = torch.distributions.Normal(
+        agent.mean(tensor[:6]), (0.5 * agent.logvar(tensor[:6])).exp()
+    )
+    torch.testing.assert_close(logprob, normal.log_prob(action).sum(-1))
+    torch.testing.assert_close(entropy, normal.entropy().sum(-1))
+    late = agent.get_action_and_value(tensor[:6], action, 200 * torch.arange(6))[3]
+    assert ((late - value).abs() > 1e-4).tolist() == [False] + [True] * 5
+    no_future, _ = make_agent(5, gamma=0.0)
+    assert (no_future.critic_inputs(tensor, 500)[:, 5] == 0).all()
+    agent.mean = lambda obs: 0.5 + 0.0 * obs[:, :2]
+    with pytest.raises(RuntimeError, match="another policy"):
+        ppo_cma.check_actor(agent, obs)
 
 
-# --- 5 scaler, 6 returns; test_cma.py has the rest of an iteration --------------------------------
-def test_5_scaler_golden_numbers():
+# --- golden numbers -------------------------------------------------------------------------------
+def test_the_scale_of_observations():
     agent, _ = make_agent(3)
-    ppo_cma.update_obs_scale(agent, torch.tensor([[1, 10, 0.01], [3, -10, 0.02]]))
-    assert agent.obs_scale.tolist() == pytest.approx([0.223557, 0.049998, 1.0], abs=1e-6)
-    ppo_cma.update_obs_scale(agent, torch.tensor([[0.1, 2.0, 0.0]] * 3))
+    for obs in ([[1, 10, 0.01], [3, -10, 0.02]], [[0.1, 2.0, 0.0]] * 3):
+        ppo_cma.update_obs_scale(agent, torch.tensor(obs))
+        assert agent.obs_scale.tolist() == pytest.approx([0.223557, 0.049998, 1.0], rel=1e-4)
     assert agent.obs_sq_mean.tolist() == pytest.approx([2.505, 52.0, 0.000125], rel=1e-5)
-    assert agent.obs_scale.tolist() == pytest.approx([0.223557, 0.049998, 1.0], abs=1e-6)
 
 
-def test_6_returns_and_gae_golden_numbers():
-    rewards, values, end = np.array([1, 2, -1, 0.5]), [0.3, 0.1, -0.2, 0.4, 0.0], np.eye(4)[3]
-    returns = gae(rewards, np.zeros(5), end, end, 0.99, 1.0)
-    assert returns == pytest.approx([2.485049, 1.50005, -0.505, 0.5], abs=1e-6)
-    for terminated in (end, 0 * end):  # with an end value of 0 a truncation is a termination
-        advantages = gae(rewards, np.array(values), terminated, end, 0.99, 0.95)
-        assert advantages == pytest.approx([2.125568, 1.410492, -0.30995, 0.1], abs=1e-6)
+SIGMA = torch.tensor([[0.5, 0.8], [0.4, 0.3], [0.6, 0.9]])
+ACTIONS = torch.tensor([[0.5, -0.2], [-0.3, 0.9], [0.1, 0.4]])
+GAINS = torch.tensor([1.5, -0.8, 0.3])
+MEAN_OLD = torch.tensor([[0.0, 0.1], [0.1, 0.6], [-0.5, 0.2]])
 
 
-# --- 8 losses and gradients -----------------------------------------------------------------------
-@pytest.fixture
-def golden():
-    sigma = torch.tensor([[0.5, 0.8], [0.4, 0.3], [0.6, 0.9]])
-    return SimpleNamespace(
-        actions=torch.tensor([[0.5, -0.2], [-0.3, 0.9], [0.1, 0.4]]),
-        advantages=torch.tensor([1.5, -0.8, 0.3]),
-        mean=torch.tensor([[0.1, 0.0], [0.2, 0.5], [-0.4, 0.3]], requires_grad=True),
-        mean_old=torch.tensor([[0.0, 0.1], [0.1, 0.6], [-0.5, 0.2]]),
-        logvar=sigma.square().log().requires_grad_(),
-    )
-
-
-def test_8_variance_loss_golden(golden):
-    loss = variance_loss(golden.actions, golden.advantages, golden.mean, golden.logvar)
+@pytest.mark.parametrize("kind", ["variance", "mean", "mirrored", "ppo"])
+def test_losses_and_gradients(kind):
+    mean = torch.tensor([[0.1, 0.0], [0.2, 0.5], [-0.4, 0.3]], requires_grad=True)
+    logvar = SIGMA.square().log().requires_grad_()
+    expected = torch.tensor([[-0.8, 0.15625], [0.0, 0.0], [-0.1388889, -0.0123457]])
+    if kind == "variance":
+        loss, value = ppo_cma.variance_loss(ACTIONS, GAINS, mean, logvar), -0.3087995
+        # d/d ln var of -A [-(a - mu)^2 / 2 var - ln var / 2] / 3, by hand
+        weight = GAINS.clamp(min=0)[:, None] / 3
+        expected = 0.5 * weight * (1 - (ACTIONS - mean.detach()).square() / SIGMA.square())
+    elif kind == "ppo":
+        old = log_density(ACTIONS, MEAN_OLD, logvar.detach())
+        assert old.tolist() == pytest.approx([0.345978, 1.120264, 0.091495], rel=1e-4)
+        loss = ppo_cma.ppo_loss(ACTIONS, GAINS, mean, logvar.detach(), old, 0.2, 0.0)
+        expected, value = torch.zeros(3, 2), -0.5053509
+        expected[2] = torch.tensor([-0.164839, -0.014652])
+    else:
+        mirror = kind == "mirrored"
+        loss = ppo_cma.mean_loss(ACTIONS, GAINS, mean, logvar, MEAN_OLD, mirror)
+        value = -0.5703018 if mirror else -0.3087995
+        expected[1] = torch.tensor([-0.3032654, 0.3594255]) * mirror
     loss.backward()
-    assert loss.item() == pytest.approx(-0.3087995, abs=1e-6)
-    assert golden.mean.grad is None
-    # d/d ln var of -A [-(a - mu)^2 / 2 var - ln var / 2] / 3, by hand
-    deviation = (golden.actions - golden.mean.detach()).square() / golden.logvar.detach().exp()
-    weight = golden.advantages.clamp(min=0)[:, None] / 3
-    torch.testing.assert_close(golden.logvar.grad, 0.5 * weight * (1 - deviation))
-    golden.advantages[1] = -7.0  # of a bad action
-    again = variance_loss(golden.actions, golden.advantages, golden.mean, golden.logvar)
-    assert again.item() == pytest.approx(loss.item())
+    assert loss.item() == pytest.approx(value, rel=1e-4)
+    moved, still = (logvar, mean) if kind == "variance" else (mean, logvar)
+    torch.testing.assert_close(moved.grad, expected, atol=1e-5, rtol=1e-4)
+    assert still.grad is None
 
 
-@pytest.mark.parametrize(
-    ("mirror", "value", "row_2"),
-    [(False, -0.3087995, [0.0, 0.0]), (True, -0.5703018, [-0.3032654, 0.3594255])],
-)
-def test_8_mean_loss_golden(golden, mirror, value, row_2):
-    loss = ppo_cma.mean_loss(
-        golden.actions, golden.advantages, golden.mean, golden.logvar, golden.mean_old, mirror
-    )
-    loss.backward()
-    assert loss.item() == pytest.approx(value, abs=1e-5)
-    assert golden.logvar.grad is None
-    expected = torch.tensor([[-0.8, 0.15625], row_2, [-0.1388889, -0.0123457]])
-    torch.testing.assert_close(golden.mean.grad, expected, atol=1e-5, rtol=0)
-
-
-def test_8_ppo_loss_golden(golden):
-    logvar = golden.logvar.detach()
-    old = log_density(golden.actions, golden.mean_old, logvar)
-    assert old.tolist() == pytest.approx([0.345978, 1.120264, 0.091495], abs=1e-5)
-    ratio = (log_density(golden.actions, golden.mean, logvar) - old).exp()
-    assert ratio.tolist() == pytest.approx([1.244909, 0.511638, 1.186842], abs=1e-5)
-    loss = ppo_cma.ppo_loss(golden.actions, golden.advantages, golden.mean, logvar, old, 0.2, 0.0)
-    loss.backward()
-    assert loss.item() == pytest.approx(-0.5053509, abs=1e-5)
-    expected = torch.tensor([[0.0, 0.0], [0.0, 0.0], [-0.164839, -0.014652]])
-    torch.testing.assert_close(golden.mean.grad, expected, atol=1e-5, rtol=0)
-    zeros = torch.zeros(3)
-    ppo_cma.ppo_loss(golden.actions, zeros, golden.mean, golden.logvar, old, 0.2, 0.6).backward()
-    # the entropy's bonus widens the policy
-    torch.testing.assert_close(golden.logvar.grad, torch.full((3, 2), -0.6 * 0.5 / 3))
-
-
-def test_12_history_is_sampled_by_iteration_then_uniformly_within():
+def test_history_is_sampled_by_iteration_then_uniformly_within():
     generator = torch.Generator().manual_seed(0)
     index = ppo_cma.history_minibatches([10, 1000], (200, 500), generator)
     assert index.shape == (200, 500)
     counts = np.bincount(index.flatten().numpy(), minlength=1010)
-    assert len(counts) == 1010
     small, large = counts[:10], counts[10:]
     assert abs(small.sum() - 50_000) < 4 * 25_000**0.5
     for part, bound in ((small, 27.9), (large, 1142)):  # 9 and 999 degrees of freedom, p = 0.999
@@ -218,7 +177,7 @@ def test_12_history_is_sampled_by_iteration_then_uniformly_within():
         assert ((part - expected) ** 2 / expected).sum() < bound
 
 
-# --- 14 the two-dimensional quadratic -------------------------------------------------------------
+# --- the two-dimensional quadratic ----------------------------------------------------------------
 def optimize(mode: str, seeds: int, iterations=20, history=5, pretrain=ppo_cma.pretrain_policy):
     """Mean rewards before and deviations after each update, [seed, iteration], of r(a) = -|a|^2
     over [-2, 2]^2 from N((-1, -1), 0.25^2); each of 64 actions is an episode of its own."""
@@ -233,8 +192,7 @@ def optimize(mode: str, seeds: int, iterations=20, history=5, pretrain=ppo_cma.p
             obs = np.zeros((64, 1), np.float32)
             actions = agent.act(obs, agent.noise(64))
             rewards = -np.square(actions, dtype=float).sum(axis=1)
-            metrics = ppo_cma.update(agent, Rollout(obs, actions, rewards, np.ones(64, bool)), args)
-            assert metrics["charts/mean_episodic_return"] == pytest.approx(rewards.mean())
+            ppo_cma.update(agent, Rollout(obs, actions, rewards, np.ones(64, bool)), args)
             sigma = (0.5 * agent.logvar(torch.zeros(1))).exp().mean().item()
             result[:, seed, k] = rewards.mean(), sigma
     return result
@@ -249,14 +207,13 @@ def fit_in_one_state(agent: Agent, args: Args):
         adam.zero_grad()
         error.backward()
         adam.step()
-    assert error < 1e-9
+    assert error < 1e-8
 
 
-def test_14_ppo_cma_m_widens_and_ppo_shrinks():
+def test_ppo_cma_m_widens_and_ppo_shrinks():
     """One seed; with the pretraining it widens to 0.457, too, and shrinks to 0.155."""
     (reward,), (sigma,) = optimize("ppo-cma-m", 1, 7, pretrain=fit_in_one_state)
     assert 0.19 < sigma.min() < 0.22
-    assert sigma.argmax() + 1 == 6
     assert sigma.max() == pytest.approx(0.457, abs=0.04)
     assert reward[5] == pytest.approx(-0.32, abs=0.08)
     _, (sigma,) = optimize("ppo", 1, 4, pretrain=fit_in_one_state)
@@ -265,8 +222,8 @@ def test_14_ppo_cma_m_widens_and_ppo_shrinks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ppo-cma-m", "ppo-cma", "ppo", "pg", "pg-pos"])
-def test_14_modes_that_widen_and_modes_that_shrink(mode):
+@pytest.mark.parametrize("mode", ppo_cma.MODES)
+def test_modes_that_widen_and_modes_that_shrink(mode):
     reward, sigma = optimize(mode, 5 if mode == "ppo-cma-m" else 3)
     mean, last = sigma.mean(axis=0), reward[:, 19].mean()
     if mode == "ppo-cma-m":  # it widens, then contracts
@@ -276,12 +233,13 @@ def test_14_modes_that_widen_and_modes_that_shrink(mode):
         assert mean[19] < 0.04
         assert last > -0.01
         assert -0.2 < reward[:, 8].mean() < -0.05
+        peaks = [optimize(mode, 2, history=h)[1].max(axis=1).mean() for h in (1, 5, 9)]
+        assert peaks[0] < peaks[1] < peaks[2]  # a longer history widens more
     if mode == "ppo-cma":
         assert 0.30 < mean.max() < 0.45
         assert last > -0.015
     if mode == "ppo":
         assert (np.diff(mean) < 0).all()
-        assert (np.diff(sigma[:, :18], axis=1) < 0.003).all()  # until a seed has arrived
         assert -0.12 < last < -0.04
     if mode == "pg":
         assert last < -4
@@ -290,13 +248,7 @@ def test_14_modes_that_widen_and_modes_that_shrink(mode):
         assert mean[19] < 0.02
 
 
-@pytest.mark.slow
-def test_14_a_longer_history_widens_more():
-    peaks = [optimize("ppo-cma-m", 2, history=h)[1].max(axis=1).mean() for h in (1, 5, 9)]
-    assert peaks[0] < peaks[1] < peaks[2]
-
-
-# --- 15 accounting --------------------------------------------------------------------------------
+# --- whole episodes -------------------------------------------------------------------------------
 class Clock(gym.Env):
     """Episodes of these lengths that pay 1 a step and show (seed, step). It spoils its actions."""
 
@@ -319,8 +271,7 @@ class Clock(gym.Env):
         self.actions.append(float(action[0]))
         action[:] = 7.0
         self.t += 1
-        lengths = self.lengths
-        ended = self.t == lengths[(len(self.seeds) - 1) % len(lengths)]
+        ended = self.t == self.lengths[(len(self.seeds) - 1) % len(self.lengths)]
         return np.array([self.seeds[-1] % 1000, self.t], np.float32), 1.0, ended, False, {}
 
 
@@ -331,11 +282,10 @@ gym.register("ClockOfCMA-v0", Clock)
 def play(tmp_path):
     """A rollout in such environments: its data, the rows of episodes.csv, the environments."""
 
-    def play(lengths, iter_steps, action_repeat=2, workers=0):
+    def play(lengths, iter_steps, action_repeat=2):
         Clock.made.clear()
-        flags = {"num_envs": len(lengths), "iter_steps": iter_steps, "env_workers": workers}
-        kwargs = f'{{"lengths": {lengths}}}'
-        flags |= {"env_id": "ClockOfCMA-v0", "env_kwargs": kwargs, "run_dir": tmp_path / "run"}
+        flags = {"num_envs": len(lengths), "iter_steps": iter_steps, "run_dir": tmp_path / "run"}
+        flags |= {"env_id": "ClockOfCMA-v0", "env_kwargs": f'{{"lengths": {lengths}}}'}
         agent, args = make_agent(2, action_repeat=action_repeat, **flags)
         envs = ppo_cma.make_envs(args, args.num_envs, {})
         with ppo_cma.Run(args, {}) as run:
@@ -349,7 +299,7 @@ def play(tmp_path):
     return play
 
 
-def test_15_action_repeat_counts_decisions_and_steps(play):
+def test_action_repeat_counts_decisions_and_steps(play):
     data, rows, (env,) = play([[5, 4, 7]], iter_steps=10)
     assert rows == [(5, 5.0, 5), (9, 4.0, 4), (16, 7.0, 7)]  # the last one plays to its end
     lengths = np.diff(np.flatnonzero(data.ended), prepend=-1)
@@ -359,69 +309,84 @@ def test_15_action_repeat_counts_decisions_and_steps(play):
     # an action is held, to the end at most, and the agent keeps it as it was
     a = data.actions[:, 0].tolist()
     assert env.actions == [*np.repeat(a[:3], [2, 2, 1]), *np.repeat(a[3:], [2, 2, 2, 2, 2, 1])]
-    assert max(map(abs, a)) <= 1.0
 
 
-def test_15_running_episodes_finish_and_short_ones_are_not_favoured(play):
+def test_running_episodes_finish_and_short_ones_are_not_favoured(play):
     # environment 0 plays one long episode beside many short ones of environment 1
     data, rows, envs = play([[40, 9], [2, 2]], iter_steps=30, action_repeat=1)
     lengths = [length for *_, length in rows]
     assert lengths == [2] * 8 + [40]  # started before both had made 30 steps together
-    seeds = [seed for env in envs for seed in env.seeds]
-    assert len(set(seeds)) == len(seeds) == 9
-    # one episode after the other, in the order of their ends
-    order = [*envs[1].seeds, *envs[0].seeds]
+    order = [*envs[1].seeds, *envs[0].seeds]  # of their ends: one episode after the other
+    assert len(set(order)) == len(order) == 9
     assert data.obs[:, 0].tolist() == np.repeat(np.array(order) % 1000, lengths).tolist()
     assert data.obs[:, 1].tolist() == [t for length in lengths for t in range(length)]
     assert np.flatnonzero(data.ended).tolist() == (np.cumsum(lengths) - 1).tolist()
 
 
 @pytest.mark.slow
-def test_15_an_episode_without_an_end_is_an_error(play, monkeypatch):
+def test_an_episode_without_an_end_is_an_error(play, monkeypatch):
     monkeypatch.setattr(Clock, "step", lambda env, a: (np.zeros(2), 1.0, False, False, {}))
     monkeypatch.setattr(ppo_cma, "numpy_actor", lambda agent: lambda obs, noise: noise)
     with pytest.raises(RuntimeError, match="max_episode_steps"):
         play([[1]], iter_steps=1, action_repeat=1)
 
 
-# --- beyond the list ------------------------------------------------------------------------------
-@pytest.mark.parametrize("mode", ppo_cma.MODES)
-def test_acting_in_numpy_is_the_policy(mode):
-    """Greedily, with noise, of many states and of one; and so is a network of one's own."""
-    agent, _ = make_agent(5, [-1, 0], [1, 3], mode=mode)
-    agent.updates += 1
-    agent.obs_scale.uniform_(0.1, 1.0)
-    with torch.no_grad():
-        for parameter in agent.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-    obs = np.random.default_rng(0).normal(size=(2000, 5)).astype(np.float32)
-    for _ in range(2):
-        mean = agent.mean(torch.as_tensor(obs)).detach().numpy()
-        std = (0.5 * agent.logvar(torch.as_tensor(obs))).exp().detach().numpy()
-        noise = agent.noise(len(obs))
-        np.testing.assert_allclose(agent.act(obs), mean, atol=2e-6)
-        np.testing.assert_allclose(agent.act(obs[:1]), mean[:1], atol=2e-6)
-        expected = np.clip(mean + std * noise, [-1, 0], [1, 3])
-        np.testing.assert_allclose(agent.act(obs, noise), expected, atol=5e-6)
-        ppo_cma.check_actor(agent, obs)
-        agent.mean_net = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.ELU(), agent.mean_net)
-        agent.mean_net[2] = torch.nn.Linear(8, 2 if agent.cma else 4)
-        agent.var_net = agent.var_net if agent.cma else agent.mean_net
+# --- runs -----------------------------------------------------------------------------------------
+SMALL = (
+    "--iter-steps 200 --n-updates 5 --minibatch-size 32 --history-buffer-size 3 --no-cuda "
+    "--checkpoint-interval 2 --no-anneal-lr"
+)
 
 
-def test_another_policy_in_numpy_is_an_error(monkeypatch):
-    agent, _ = make_agent(5)
-    obs = np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)
-    monkeypatch.setattr(ppo_cma.F, "leaky_relu", lambda x, slope: torch.tanh(x))
-    with pytest.raises(RuntimeError, match="another policy"):
-        ppo_cma.check_actor(agent, obs)
+@pytest.fixture
+def train(monkeypatch):
+    """Train in a box of actions, without the pretraining; the checkpoint and first numbers."""
+    monkeypatch.setattr(ppo_cma, "pretrain_policy", lambda *_: None)
+
+    def train(folder: Path, low, high, dtype=np.float32, flags="--total-timesteps 1500"):
+        box = gym.spaces.Box(np.array([low, -1.0]), np.array([high, 1.0]), dtype=dtype)
+        taken = []
+
+        class Boxed(Clock):
+            action_space = box
+
+            def step(self, action):
+                taken.append(action[0])
+                return super().step(action)
+
+        spec = gym.envs.registration.EnvSpec("Boxed-v0", entry_point=lambda **_: Boxed([10]))
+        monkeypatch.setitem(gym.registry, "Boxed-v0", spec)
+        line = f"{SMALL} --env-id Boxed-v0 --run-dir {folder} {flags}"
+        ppo_cma.train(ppo_cma.parse_args(line.split()))
+        return ppo_cma.load_checkpoint(folder), np.array(taken)
+
+    return train
 
 
-def test_saturated_means():
-    """One of two mean actions is at its bound, in every state."""
-    agent, args = make_agent(3, [-1] * 2, [1] * 2, n_updates=2)
-    with torch.no_grad():
-        agent.mean_net.bias[-2:] = torch.tensor([30.0, 0.0])
-    obs, actions = np.ones((5, 3), np.float32), np.zeros((5, 2), np.float32)
-    data = Rollout(obs, actions, np.ones(5), np.eye(5, dtype=bool)[4])
-    assert ppo_cma.update(agent, data, args)["charts/saturated_means"] == 0.5
+BOUNDS = [(0, 1e-40), (0, 0), (-1e20, 1e20), (-1, np.inf), (1e8, 1e8 + 1)]
+
+
+def test_boxes_that_can_not_be_learned_in_are_refused(train, tmp_path, capfd):
+    for low, high in BOUNDS:
+        says = "its sides must be from 1e-6 to 1e6"
+        refused(capfd, says, train, tmp_path / "run", low, high, np.float64)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("side", [2e-6, 9e5])
+def test_boxes_at_the_limits_are_learned_in(side, train, tmp_path):
+    final, taken = train(tmp_path / "run", 0, side)
+    assert all(x.isfinite().all() for x in final["agent"].values())
+    assert 0 <= (taken / side).min() < 0.2 < 0.8 < (taken / side).max() < 1.0001
+
+
+def test_a_resumed_run_takes_other_flags(train, tmp_path):
+    before, _ = train(tmp_path / "run", -1, 1)
+    flags = "--total-timesteps 1800 --history-buffer-size 2 --n-updates 3 --learning-rate 1e-4"
+    ppo_cma.train(ppo_cma.parse_args(f"--resume {tmp_path / 'run'} {flags}".split()))
+    resumed = ppo_cma.load_checkpoint(tmp_path / "run")
+    assert len(resumed["history"]) == 2
+    assert scalars(tmp_path / "run")["charts/learning_rate"][-1][1] == pytest.approx(1e-4)
+    steps = max(x["step"].item() for x in resumed["adam"].values())
+    assert before["iteration"] < resumed["iteration"]
+    assert steps == 5 * before["iteration"] + 3 * (resumed["iteration"] - before["iteration"])
