@@ -393,19 +393,26 @@ class Agent(nn.Module):
         action = self.choose_action(logprobs, mean, noise)
         return action, torch.cat([next_state, self.action_input(action)], dim=-1)
 
-    def get_action_and_value(self, obs: Obs, state: torch.Tensor, episode_starts=None, action=None):
-        """Action [B, K + M] (sampled unless given), its log-probability, entropy and value [B]:
-        independent parts, which add up (MultiDiscrete detail 1, continuous details 1, 3)."""
-        logprobs, mean, value, _ = self.policy(obs, state, episode_starts, action)
+    def get_value(self, obs: Obs, state: torch.Tensor) -> torch.Tensor:
+        """V [B]."""
+        return self.policy(obs, state)[2]
+
+    def get_action_and_value(self, obs, state, episode_starts=None, action=None, noise=None):
+        """Action [B, K + M] (sampled, by this noise, unless given), log-probability, entropy, value
+        [B]: independent parts, which add up (MultiDiscrete detail 1, continuous details 1, 3). And
+        the state after it."""
+        logprobs, mean, value, next_state = self.policy(obs, state, episode_starts, action)
         if action is None:
-            action = self.choose_action(logprobs, mean, self.noise(len(mean)))
+            noise = self.noise(len(mean)) if noise is None else noise
+            action = self.choose_action(logprobs, mean, noise)
+            next_state = torch.cat([next_state, self.action_input(action)], dim=-1)
         choices, numbers = action.split((len(self.sizes), len(self.unit)), dim=-1)
         z = ((numbers - self.origin) / self.unit - mean) * torch.exp(-self.actor_logstd)
         logscale = self.actor_logstd + self.unit.log()
         normal = -0.5 * z.square() - logscale - 0.5 * math.log(2.0 * math.pi)
         logprob = logprobs.gather(-1, choices.long() + self.starts).sum(dim=-1) + normal.sum(dim=-1)
         entropy = -(logprobs.exp() * logprobs).sum(dim=-1) + self.box_entropy()
-        return action, logprob, entropy, value
+        return action, logprob, entropy, value, next_state
 
     def box_entropy(self) -> torch.Tensor:
         """Entropy of all numbers, the same in every state."""
@@ -449,12 +456,14 @@ def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float)
 class Rollout(NamedTuple):
     obs: Obs  # [T + 1, N, ...]; bytes stay bytes, channels are last
     actions: torch.Tensor  # [T, N, K + M]
+    logprobs: torch.Tensor  # [T, N]
+    values: torch.Tensor  # [T + 1, N]
     rewards: np.ndarray  # [T, N]
     terminated: np.ndarray  # [T, N]
     truncated: np.ndarray  # [T, N]
     valid: np.ndarray  # [T, N], False in the row after an episode's end, whose action was ignored
     state: torch.Tensor  # [N, S], before the first row
-    episode_starts: torch.Tensor  # [T + 1, N], on the CPU: before these rows the state is cleared
+    episode_starts: torch.Tensor  # [T, N], on the CPU: before these rows the state is cleared
 
 
 class Batch(NamedTuple):
@@ -475,7 +484,7 @@ class Batch(NamedTuple):
 def ppo_loss(agent: Agent, args: Args, batch: Batch):
     """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch, and its metrics."""
     # states, too, as the parameters now make them (LSTM detail 5)
-    _, *outputs = agent.get_action_and_value(*batch[:4])
+    _, *outputs, _ = agent.get_action_and_value(*batch[:4])
     logprob, entropy, value = (x[batch.valid] for x in outputs)  # from [M, T] to the valid rows
     batch = Batch(*batch[:5], *(x[batch.valid] for x in batch[5:]))
     logratio = logprob - batch.logprobs
@@ -505,36 +514,19 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch):
     return loss, metrics | {"clipfrac": ((ratio - 1.0).abs() > args.clip_coef).float().mean()}
 
 
-@torch.no_grad()
-def behaviour_logprobs_and_values(agent: Agent, data: Rollout, size: int):
-    """Log-probabilities [T, N] and values [T + 1, N] of a rollout by the policy that acted, `size`
-    environments at a time."""
-    obs = data.obs.map(lambda x: x.transpose(0, 1).split(size))
-    actions = torch.cat([data.actions, data.actions[-1:]])  # the last observations have none
-    inputs = data.state, data.episode_starts.T, actions.transpose(0, 1)
-    results = []
-    for k, rows in enumerate(zip(*(x.split(size) for x in inputs), strict=True)):
-        part = Obs({name: x[k] for name, x in obs.items()})
-        _, logprob, _, value = agent.get_action_and_value(part, *rows)
-        results.append(torch.stack([logprob, value]))
-    logprobs, values = torch.cat(results, dim=1).transpose(1, 2)
-    return logprobs[:-1], values
-
-
 def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
     """One iteration of learning from a rollout; returns the metrics, averaged over minibatches."""
     is_first = all(m.count == 0 for m in agent.moments.values())
-    if is_first:  # later the scale changes after the epochs: old and new policy have the same
+    if is_first:  # later the scale changes after the epochs: the policy that acted has the same
         agent.update_moments(data)
-    size = args.num_envs // args.num_minibatches
-    logprobs, values = behaviour_logprobs_and_values(agent, data, size)
-    numpy_values = values.cpu().double().numpy()
+    numpy_values = data.values.cpu().double().numpy()
     ends = data.terminated, data.truncated
     advantages = gae(data.rewards, numpy_values, *ends, args.gamma, args.gae_lambda)  # detail 5
+    values = data.values[:-1]
     advantages = torch.tensor(advantages).to(values)
-    returns = advantages + values[:-1]
-    targets = logprobs, advantages, returns, values[:-1]
-    fields = data.episode_starts[:-1], data.actions, torch.as_tensor(data.valid), *targets
+    returns = advantages + values
+    targets = data.logprobs, advantages, returns, values
+    fields = data.episode_starts, data.actions, torch.as_tensor(data.valid), *targets
     obs = data.obs.map(lambda x: x[:-1].transpose(0, 1))
     batch = Batch(obs, data.state, *[x.transpose(0, 1) for x in fields])  # [N, T, ...]
 
@@ -576,6 +568,8 @@ def rollout(agent: Agent, envs, state: torch.Tensor, run: "Run", args: Args):
     device = agent.unit.device
     obs = envs.obs.to(device).map(lambda x: x.new_empty((T + 1, *x.shape)))
     actions = torch.zeros((T, N, len(agent.sizes) + len(agent.unit)), device=device)
+    logprobs = torch.zeros((T, N), device=device)
+    values = torch.zeros((T + 1, N), device=device)
     rewards = np.zeros((T, N))
     scores = np.zeros((T, N))  # rewards that are neither clipped nor scaled
     terminated = np.zeros((T, N), bool)
@@ -590,12 +584,15 @@ def rollout(agent: Agent, envs, state: torch.Tensor, run: "Run", args: Args):
             rows[t] = x
         autoreset[t] = envs.autoreset
         new_game[t] = getattr(envs, "new_game", envs.autoreset)
-        actions[t], state = agent.step(now, state, noise[t])
+        outputs = agent.get_action_and_value(now, state, noise=noise[t])
+        actions[t], logprobs[t], _, values[t], state = outputs
         state[autoreset[t]] = 0.0  # an episode begins in the next row
         rewards[t], terminated[t], truncated[t] = envs.step(actions[t].cpu().numpy())
         scores[t] = getattr(envs, "scores", rewards[t])
-    for rows, x in zip(obs.values(), envs.obs.values(), strict=True):
-        rows[T] = torch.as_tensor(x)
+    last = envs.obs.to(device)
+    for rows, x in zip(obs.values(), last.values(), strict=True):
+        rows[T] = x
+    values[T] = agent.get_value(last, state)
     autoreset[T] = envs.autoreset
     new_game[T] = getattr(envs, "new_game", envs.autoreset)
     run.log_rollout(actions.cpu().numpy(), scores, autoreset, new_game)
@@ -608,8 +605,11 @@ def rollout(agent: Agent, envs, state: torch.Tensor, run: "Run", args: Args):
     if args.scale_rewards:
         agent.return_moments.update(discounted[valid])
         rewards = np.clip(rewards / math.sqrt(agent.return_moments.var + 1e-8), -10.0, 10.0)
-    starts = torch.tensor(np.concatenate([np.zeros((1, N), bool), autoreset[:T]]))
-    return Rollout(obs, actions, rewards, terminated, truncated, valid, first_state, starts), state
+    ends = terminated, truncated
+    # an episode starts in the row after one that ended the last, but not before the first row
+    starts = torch.tensor(np.concatenate([np.zeros((1, N), bool), autoreset[: T - 1]]))
+    results = obs, actions, logprobs, values, rewards, *ends, valid, first_state, starts
+    return Rollout(*results), state
 
 
 def train(args: Args) -> Path:

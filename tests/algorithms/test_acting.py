@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from common import make
-from reference import Seen, linear, lstm, mlp, parameters
+from reference import Seen, gaussian, linear, lstm, mlp, parameters
 from toys import BOX, Group, Walk
 
 STEPWISE = ["ppo", "ppo_continuous_action", "ppo_pixels", "ppo_lstm"]
@@ -49,8 +49,9 @@ def rows_of(env, count: int, repeat: int = 1) -> list[dict]:
     return rows[:count]
 
 
-def trunk(p, x):
-    return torch.tanh(linear(p, "trunk.vectors.2", torch.tanh(linear(p, "trunk.vectors.0", x))))
+def trunk(p, x, name="trunk"):
+    hidden = torch.tanh(linear(p, f"{name}.vectors.0", x))
+    return torch.tanh(linear(p, f"{name}.vectors.2", hidden))
 
 
 @pytest.mark.parametrize("script", STEPWISE)
@@ -110,14 +111,23 @@ def test_rollouts(script, tmp_path):
                 continue
             if script == "ppo_lstm":
                 h, c = lstm(p, "memories.0.net", trunk(p, x), *states[i].double().chunk(2))
-                states[i] = (
-                    torch.cat([h, c]).detach().float() * row["valid"]
-                )  # cleared after an end
-                mean = linear(p, "actor", h)
+                # cleared after an end
+                states[i] = torch.cat([h, c]).detach().float() * row["valid"]
             elif script == "ppo_pixels":
-                mean = linear(p, "actor", trunk(p, x))
-            else:
+                h = trunk(p, x)
+            if script == "ppo_continuous_action":
                 mean = mlp(p, "actor_mean", x)
+            else:
+                mean = linear(p, "actor", h)
+                std = torch.tensor([2, 0.5]) * p["actor_logstd"].exp()
+                action = torch.as_tensor(actions[t, i])
+                logprob, _ = gaussian(
+                    action, torch.tensor([1, 0.5]) + torch.tensor([2, 0.5]) * mean, std
+                )
+                assert float(data.logprobs[t, i]) == pytest.approx(float(logprob), rel=1e-4)
+                h = trunk(p, x, "value_trunk") if script == "ppo_pixels" else h
+                value = float(linear(p, "critic", h))
+                assert float(data.values[t, i]) == pytest.approx(value, rel=1e-3, abs=1e-5)
             drawn = mean + p["actor_logstd"].exp() * torch.as_tensor(noise[t, i])
             expected = (torch.tensor([1, 0.5]) + torch.tensor([2, 0.5]) * drawn).detach().numpy()
             np.testing.assert_allclose(actions[t, i], expected, rtol=1e-4, atol=1e-4)
@@ -126,9 +136,18 @@ def test_rollouts(script, tmp_path):
                 np.testing.assert_allclose(row["action"], clipped, rtol=1e-6)
                 cases.add(("clipped", bool((clipped != actions[t, i]).any())))
         if script == "ppo_lstm":
-            starts = np.concatenate([np.zeros((1, N), bool), ~data.valid])
+            starts = np.concatenate([np.zeros((1, N), bool), ~data.valid[:-1]])
             assert (data.episode_starts.numpy() == starts).all()
             torch.testing.assert_close(state, states, rtol=1e-4, atol=1e-5)
+        if script in ("ppo_pixels", "ppo_lstm"):  # the value after the last step
+            for i in range(N):
+                x = torch.as_tensor(obs[T, i]).double()
+                x = seen.standardized(obs[T, i]) if iteration else x.clamp(-10, 10)
+                h = trunk(p, x, "value_trunk" if script == "ppo_pixels" else "trunk")
+                if script == "ppo_lstm":
+                    h, _ = lstm(p, "memories.0.net", h, *states[i].double().chunk(2))
+                value = float(linear(p, "critic", h))
+                assert float(data.values[T, i]) == pytest.approx(value, rel=1e-3, abs=1e-5)
         assert all((obs[T, i] == walk.said[-1]["obs"]).all() for i, walk in enumerate(walks))
         if script in ("ppo_pixels", "ppo_lstm"):
             agent.update_moments(data)

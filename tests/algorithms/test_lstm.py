@@ -133,13 +133,15 @@ def test_two_updates(monkeypatch, kind):
         rewards *= valid
         size = sum(agent.state_sizes)
         policy.state = torch.as_tensor(rng.normal(0, 0.5, (N, size))).float()
-        given = policy.obs, policy.actions, rewards, terminated, truncated, valid
-        data = module.Rollout(*given, policy.state, policy.episode_starts)
         if iteration == 0:
             policy.see(policy.obs, valid)
         with torch.no_grad():
             outputs = policy(ppo.p, range((T + 1) * N))
-        rows, values = {}, np.array([float(v) for *_, v in outputs]).reshape(T + 1, N)
+        values = torch.tensor([float(v) for *_, v in outputs]).view(T + 1, N)
+        logprobs = torch.tensor([float(x) for x, *_ in outputs]).view(T + 1, N)[:-1]
+        given = policy.obs, policy.actions, logprobs, values, rewards, terminated, truncated, valid
+        data = module.Rollout(*given, policy.state, policy.episode_starts[:-1])
+        rows, values = {}, values.double().numpy()
         for i in range(N):
             column = rewards[:, i], values[:, i], terminated[:, i], truncated[:, i]
             a = advantages(*map(list, column), args.gamma, args.gae_lambda)

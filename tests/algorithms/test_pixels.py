@@ -99,12 +99,15 @@ def test_two_updates(monkeypatch, kind):
     for iteration in range(2):
         policy.obs, policy.actions, rewards = rollout(rng, iteration)
         rewards *= valid
-        data = module.Rollout(policy.obs, policy.actions, rewards, terminated, truncated, valid)
         if iteration == 0:
             policy.see(policy.obs, valid)
         with torch.no_grad():
             outputs = policy(ppo.p, range((T + 1) * N))
-        rows, values = {}, np.array([float(v) for *_, v in outputs]).reshape(T + 1, N)
+        values = torch.tensor([float(v) for *_, v in outputs]).view(T + 1, N)
+        logprobs = torch.tensor([float(x) for x, *_ in outputs]).view(T + 1, N)[:-1]
+        given = policy.obs, policy.actions, logprobs, values, rewards, terminated, truncated, valid
+        data = module.Rollout(*given)
+        rows, values = {}, values.double().numpy()
         for i in range(N):
             column = rewards[:, i], values[:, i], terminated[:, i], truncated[:, i]
             a = advantages(*map(list, column), args.gamma, args.gae_lambda)

@@ -46,7 +46,6 @@ OWN = {
     "Run.log": [[ATARI]],  # of rank 0
     "WorkerEnvs.receive": [[PIXELS, LSTM]],  # observations of several parts
     "WorkerEnvs.step": [[KL], [CMA]],  # which environments play; repeated actions
-    "behaviour_logprobs_and_values": [[LSTM]],  # whole environments, from a state
     "branches": [[AGENTS]],  # a Box, too
     "current_weights": [[LSTM]],  # the memory's weights of the previous action
     "episode_seed": [[ATARI]],  # EnvPool draws from no generator of Python's
