@@ -1,40 +1,44 @@
-"""`python benchmark/published/studies/film.py RUN ENV_ID FILE.gif` makes a small animation of some
-greedy episodes of a run of ppo_pixels.py, and prints their returns."""
+"""`python benchmark/published/studies/film.py SCRIPT RUN FILE.gif [WIDTH HEIGHT FRAMES EVERY]` makes
+a small animation of a run's mean or likeliest actions, for a script that sees vectors, and prints
+the returns so far of the episodes that it shows. Without a display: MUJOCO_GL=osmesa."""
 
+import importlib
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-import torch
+import numpy as np
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@torch.no_grad()
-def film(run: Path, env_id: str, path: Path, episodes: int = 4, side: int = 192):
-    import ppo_pixels
-
-    args = replace(ppo_pixels.load_checkpoint(run)["args"], env_id=env_id, seed=1)
-    args = replace(args, env_kwargs=json.dumps({"render_mode": "rgb_array"}))
-    envs = ppo_pixels.make_envs(args, 1, {})
-    agent, _ = ppo_pixels.load(run, envs)
-    frames = []
-    returns = [0.0]
-    while len(returns) <= episodes:
-        image = Image.fromarray(envs.envs[0].render()).resize((side, side))
-        frames.append(image.quantize(32))
-        logprobs, mean, _ = agent.policy(envs.obs.to("cpu"))
-        rewards, _, _ = envs.step(agent.choose_action(logprobs, mean).numpy())
-        returns[-1] += rewards[0]
-        if envs.autoreset[0]:
+def film(script: str, run: Path, path: Path, width=300, height=225, frames=200, every=2):
+    module = importlib.import_module(script)
+    agent, args = module.load(run)
+    options = json.loads(args.env_kwargs) | {"render_mode": "rgb_array"}
+    env = module.make_env(args.env_id, **options)
+    if hasattr(env.unwrapped, "mujoco_renderer"):
+        env.unwrapped.mujoco_renderer.camera_id = 0  # the model's own, which follows the body
+    images, returns, ended = [], [], True
+    for step in range(frames * every):
+        if ended:
+            obs, _ = env.reset(seed=step)
             returns.append(0.0)
-    envs.close()
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=150, loop=0)
-    print(f"{path}: {len(frames)} frames, returns {', '.join(f'{x:.2f}' for x in returns[:-1])}")
+        if step % every == 0:
+            images.append(Image.fromarray(env.render()).resize((width, height)).quantize(64))
+        action = agent.act(obs[None])[0]
+        if action.dtype.kind == "f":
+            action = np.clip(action, env.action_space.low, env.action_space.high)
+        obs, reward, terminated, truncated, _ = env.step(action)
+        returns[-1] += float(reward)
+        ended = terminated or truncated
+    env.close()
+    images[0].save(path, save_all=True, append_images=images[1:], duration=every * 15, loop=0)
+    print(f"{path}: {len(images)} frames, returns so far {', '.join(f'{x:.0f}' for x in returns)}")
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    film(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    script, run, path, *numbers = sys.argv[1:]
+    film(script.removesuffix(".py"), Path(run), Path(path), *map(int, numbers))
