@@ -1,8 +1,6 @@
 """ppo_lstm.py: the memory's state where episodes begin and end, acting with it, going on with it.
 What it shares with ppo_pixels.py is tested there, an update in algorithms/test_lstm.py."""
 
-import signal
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 from gymnasium import spaces
 from maths import returns
-from program import rows, scalars, train_until_killed
 
 import ppo_lstm as script
 import ppo_pixels
@@ -22,9 +19,7 @@ SMALL = (
     "--num-envs 4 --num-steps 16 --num-minibatches 2 --update-epochs 2 --num-threads 1 --no-cuda"
 )
 EVERYTHING = "--memory gru --previous-action --separate-critic --memory-size 16"
-MEMORIES = pytest.mark.parametrize(
-    "flags", ["", "--memory gru", "--previous-action", EVERYTHING], ids=str
-)
+MEMORIES = pytest.mark.parametrize("flags", ["", EVERYTHING], ids=str)
 
 
 class Known(gym.Env):
@@ -60,31 +55,6 @@ def train(folder: Path, flags: str = "", module=script) -> Path:
 
 
 # --- the memory -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ["lstm", "gru"])
-@pytest.mark.parametrize("often", [0.0, 0.2, 1.0])
-def test_all_sequences_are_replayed_in_one_call(kind, often):
-    """Each as by itself; no state poisoned before a beginning matters."""
-    T, N, F = 9, 3, 6
-    torch.manual_seed(0)
-    memory, calls = Memory(F, Args(memory=kind, memory_size=8)), []
-    inputs, starts = torch.randn(N, T, F), torch.rand(N, T) < often
-    starts[:, 0] = False  # the state is that of the first row
-    state = torch.randn(N, memory.state_size)
-    memory.net.register_forward_pre_hook(lambda net, given: calls.append(given[0].shape))
-    output = memory.replay(inputs, state, starts)
-    poisoned = memory.replay(inputs, torch.full_like(state, torch.nan), starts)
-    began = starts.int().cumsum(dim=1) > 0
-    assert torch.equal(poisoned[began], output[began])
-    assert poisoned[~began].isnan().all()
-    one_call, lengths = calls[0], []
-    for i in range(N):
-        begins = [0, *np.flatnonzero(starts[i]), T]
-        lengths += np.diff(begins).tolist()
-        for begin, end in pairwise(begins):
-            before = state[i : i + 1] * (begin == 0)
-            alone, _ = memory(inputs[i, begin:end].unsqueeze(1), before)
-            torch.testing.assert_close(output[i, begin:end], alone.squeeze(1))
-    assert one_call == (max(lengths), len(lengths), F)
 
 
 def test_what_is_made():
@@ -158,59 +128,6 @@ def test_learning_goes_through_the_states_that_acting_went_through(flags):
     assert metrics["losses/clipfrac"] == 0
 
 
-class NoMemory(Memory):
-    """What goes in comes out."""
-
-    def __init__(self, inputs, args):
-        torch.nn.Module.__init__(self)
-        self.state_size = 0
-
-    def forward(self, rows, state):
-        return rows, state
-
-    def replay(self, rows, state, episode_starts):
-        return rows
-
-
-def test_without_a_memory_it_is_ppo_pixels(tmp_path, monkeypatch):
-    """To rounding; minibatches of whole environments are all of them."""
-    flags = "--separate-critic --num-minibatches 1 --total-timesteps 64"
-    theirs = train(tmp_path / "theirs", flags, ppo_pixels)
-    monkeypatch.setattr(script, "Memory", NoMemory)
-    ours = train(tmp_path / "ours", f"{flags} --memory-size 64")
-    a, b = (script.load_checkpoint(folder)["agent"] for folder in (ours, theirs))
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-5)
-    assert a["actor.bias"].abs().max() > 1e-4  # it has learned
-    assert len(rows(ours)) > 4
-    assert rows(ours)[1:] == [pytest.approx(row) for row in rows(theirs)[1:]]
-    mine, other = scalars(ours), scalars(theirs)
-    assert mine.keys() == other.keys()
-    for tag in mine:
-        assert mine[tag] == [(t, pytest.approx(x, rel=1e-3, abs=1e-5)) for t, x in other[tag]]
-
-
-# --- runs -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("flags", ["", EVERYTHING])
-def test_a_run_cut_off_goes_on_to_the_same_bits(tmp_path, flags):
-    flags = f"{flags} --total-timesteps 320 --checkpoint-interval 2"
-    whole, cut = train(tmp_path / "whole", flags), tmp_path / "cut"
-    argv = f"--env-id Known-v0 {SMALL} {flags} --run-dir {cut}".split()
-    assert train_until_killed("ppo_lstm", "update", 4, argv) == -signal.SIGKILL
-    left = torch.load(cut / "checkpoint.pt", weights_only=True)
-    assert left["iteration"] == 2
-    final = script.load_checkpoint(whole)["agent"]
-    for memory in (left["memory"], 0 * left["memory"]):  # without the state it is another run
-        torch.save(left | {"memory": memory}, cut / "checkpoint.pt")
-        script.train(script.parse_args(["--resume", str(cut)]))
-        agent = script.load_checkpoint(cut)["agent"]
-        same = [torch.equal(agent[name], final[name]) for name in final]
-        assert all(same) == bool(memory.any())
-        assert (scalars(cut) == scalars(whole)) == bool(memory.any())
-        assert len(rows(cut)) == len(rows(whole)) > 20
-
-
 @MEMORIES
 def test_a_saved_policy_acts_as_it_did(tmp_path, flags):
     """A loop of one's own, over gymnasium's environment, is what --evaluate plays."""
@@ -228,13 +145,6 @@ def test_a_saved_policy_acts_as_it_did(tmp_path, flags):
         played.append(score)
     assert script.evaluate(parse(f"--evaluate {folder} --eval-episodes 6")) == pytest.approx(played)
     assert len({*played}) > 1
-
-
-def test_minibatches_have_enough_to_learn_from():
-    with pytest.raises(ValueError, match="num_minibatches at most num_envs"):
-        Args(num_envs=3)
-    with pytest.raises(ValueError, match="num_steps is at least 4"):
-        Args(num_steps=3)  # an environment might have one row
 
 
 # --- it learns ------------------------------------------------------------------------------------
