@@ -1,7 +1,8 @@
-"""ppo_pixels.py: spaces, networks, distributions, masks, weights of older runs. Its updates are in
-algorithms/test_pixels.py."""
+"""ppo_pixels.py: spaces, networks, distributions, weights of older runs, EnvPool's games, saved
+policies. Its updates are in algorithms/test_pixels.py."""
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from program import Toy, rows, scalars, train_until_killed
 
 import ppo_pixels
 from ppo_pixels import Agent, Args, Codec, Obs
@@ -269,3 +271,152 @@ def test_weights_of_commit_e500984():
     assert torch.equal(agent.trunk["obs/c"][4].weight, kernel)
     assert torch.equal(agent.trunk["vectors"][0].bias, vectors)
     assert (agent.origin.tolist(), agent.unit.tolist()) == ([1, 1], [2, 2])
+
+
+# --- runs -----------------------------------------------------------------------------------------
+SMALL = "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 2 --num-threads 1"
+SMALL += " --no-cuda --total-timesteps 64"
+
+
+class Kinds(gym.Env):
+    """Observations drawn from any space, the last action's sum in every reward; episodes of 7 to 11
+    steps, whose end is a termination if their length is even."""
+
+    def __init__(self, plus=0.0):
+        self.observation_space = spaces.Dict(
+            screen=spaces.Box(shape=(16, 12, 3), **BYTES),
+            grid=spaces.Box(shape=(7, 7, 2), **BYTES),
+            speed=spaces.Box(-np.inf, np.inf, (2,)),
+            place=spaces.Discrete(3),
+        )
+        self.action_space = spaces.Tuple([spaces.Discrete(3), spaces.Box(-1, 1, (2,))])
+        self.plus = plus
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        self.t, self.end = 0, int(self.np_random.integers(7, 12))
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        self.t += 1
+        total = float(np.sum(np.hstack(gym.spaces.flatten(self.action_space, action)))) + self.plus
+        over, even = self.t == self.end, self.end % 2 == 0
+        obs = self.observation_space.sample()
+        return obs, total + self.t, over and even, over and not even, {}
+
+
+KINDS = "PixelsKinds-v0"
+gym.register(KINDS, Kinds)
+
+
+def train(folder: Path, flags: str = "", env_id: str = KINDS) -> Path:
+    flags = f"--env-id {env_id} --run-dir {folder} {SMALL} {flags}"
+    return ppo_pixels.train(ppo_pixels.parse_args(flags.split()))
+
+
+def checkpoint(folder: Path) -> dict:
+    return torch.load(folder / "checkpoint.pt", weights_only=True)
+
+
+def same(a, b) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(x, b[name]) for name, x in a.items())
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_a_run_cut_off_goes_on_to_the_same_bits(tmp_path):
+    """With a stack of frames and actions that are held."""
+    more = "--frame-stack 2 --grayscale --action-repeat 2 --resize 16x16 --checkpoint-interval 2"
+    flags = f"--env-id {KINDS} {SMALL} {more} --total-timesteps 160"
+    ppo_pixels.train(ppo_pixels.parse_args(f"{flags} --run-dir {tmp_path / 'whole'}".split()))
+    argv = f"{flags} --run-dir {tmp_path / 'killed'}".split()
+    assert train_until_killed("ppo_pixels", "update", 4, argv) == -9
+    ppo_pixels.train(ppo_pixels.parse_args(["--resume", str(tmp_path / "killed")]))
+    a, b = (checkpoint(tmp_path / name) for name in ("whole", "killed"))
+    assert a["iteration"] == 5
+    assert same(*[{name: x[name] for name in ("agent", "adam", "rng")} for x in (a, b)])
+    assert rows(tmp_path / "whole") == rows(tmp_path / "killed")
+    assert len(rows(tmp_path / "whole")) > 8
+
+
+# --- EnvPool --------------------------------------------------------------------------------------
+def test_scores_and_stacks_of_whole_games(tmp_path, monkeypatch):
+    """Rewards are clipped and a lost life ends an episode; what is logged is the game's score. A
+    stack of frames begins anew with each episode."""
+    spec = SimpleNamespace(config=SimpleNamespace(max_num_players=1))
+    monkeypatch.setattr(Toy, "spec", spec, raising=False)
+    monkeypatch.setattr("envpool.make", Toy)
+    rewards = []
+
+    def update(agent, data, args):
+        rewards.append(data)
+        return {}
+
+    monkeypatch.setattr(ppo_pixels, "update", update)
+    folder = train(tmp_path / "run", "--no-scale-rewards --frame-stack 2", "envpool:Pong-v5")
+    (data, _) = rewards
+    older, newer = data.obs["obs"].numpy().reshape(17, 2, -1, 2, 4).transpose(3, 0, 1, 2, 4)
+    for t, i in np.ndindex(16, 2):
+        expected = newer[t, i] if data.valid[t, i] else newer[t + 1, i]
+        assert (older[t + 1, i] == expected).all()
+    assert 2 < (~data.valid).sum() < 16
+    assert data.rewards.max() == 1  # clipped
+    assert data.terminated[:6].any(axis=0).all()  # with the first life
+    scores = [(float(score), int(length)) for _, score, length in rows(folder)[1:]]
+    games = [(sum(i + t for t in range(1, 2 * life + 1)), 2 * life) for i, life in ((0, 3), (1, 4))]
+    assert set(scores) == set(games)
+
+
+def test_evaluation_during_training(tmp_path):
+    """Of other environments; the training is the same."""
+    flags = '--eval-interval 2 --eval-episodes 3 --eval-env-kwargs {"plus":1000.0}'
+    folder = train(tmp_path / "run", flags)
+    ((step, score),) = scalars(folder)["charts/test_return"]
+    assert 7_000 < score < 12_000
+    assert step == checkpoint(folder)["global_step"]
+    without = train(tmp_path / "without")
+    assert same(checkpoint(folder)["agent"], checkpoint(without)["agent"])
+
+
+# --- saved policies -------------------------------------------------------------------------------
+def test_a_saved_policy_acts_as_it_did(tmp_path):
+    folder = train(tmp_path / "run", "--frame-stack 2 --grayscale --resize 16x16")
+    (agent, args), env = ppo_pixels.load(folder), gym.make(KINDS)
+    envs = ppo_pixels.Envs(args, range(1), [])
+    raw, _ = env.reset(seed=ppo_pixels.episode_seed(args.seed, 0, 0))
+    obs = agent.codec.read(raw)
+    for _ in range(5):
+        assert obs.keys() == envs.obs.keys()
+        for name, x in obs.items():
+            assert np.array_equal(x, envs.obs[name])
+        choice, numbers = agent.act(obs)
+        logprobs, mean, _ = agent.policy(envs.obs.to("cpu"))
+        envs.step(agent.choose_action(logprobs, mean).detach().numpy())
+        raw, *_ = env.step((choice[0], numbers[0]))
+        obs = agent.codec.read(raw, obs)
+
+
+@pytest.mark.slow
+def test_compiled_is_the_same_to_rounding(tmp_path):
+    eager = checkpoint(train(tmp_path / "eager"))["agent"]
+    compiled = checkpoint(train(tmp_path / "compiled", "--compile"))["agent"]
+    for name, x in eager.items():
+        torch.testing.assert_close(compiled[name], x, rtol=1e-2, atol=1e-3)
+    half = checkpoint(train(tmp_path / "half", "--bf16"))["agent"]
+    assert all(x.isfinite().all() for x in half.values())
+
+
+@pytest.mark.slow
+def test_it_learns(tmp_path):
+    """A picture, a number, a choice and a distance: random play gets 2 of 20."""
+    flags = (
+        "--num-envs 16 --num-steps 64 --num-minibatches 4 --update-epochs 4 --learning-rate 1e-3"
+    )
+    flags += " --log-std-init -0.5 --total-timesteps 16384"
+    folder = train(tmp_path / "run", flags, "benchmark.published.gates:Gates-v0")
+    scores = [float(score) for _, score, _ in rows(folder)[1:]]
+    assert np.mean(scores[:50]) < 4 < np.mean(scores[-50:])
+    play = f"--evaluate {folder} --env-id benchmark.published.gates:Gates-v0"
+    assert np.mean(ppo_pixels.evaluate(ppo_pixels.parse_args(play.split()))) > 16
