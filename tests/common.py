@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from reference import Row, advantages
 
 # Of each environment its rows: . a step, T a step that terminates, L one at the time limit, - the
 # row after an end, whose action was ignored. One begins with such a row, two end with an end.
@@ -47,6 +48,18 @@ def make(script: str, observation_space, action_space, rate_of=None, **flags):
     return module, args, agent
 
 
+def rows_to_learn(rewards, values, logprobs, terminated, truncated, valid, args) -> dict:
+    """The valid rows of a rollout [T, N] by their number, as they were before the update."""
+    rows, N = {}, rewards.shape[1]
+    for i in range(N):
+        column = [x[:, i].tolist() for x in (rewards, values, terminated, truncated)]
+        a = advantages(*column, args.gamma, args.gae_lambda)
+        for t in np.flatnonzero(valid[:, i]).tolist():
+            v = float(values[t, i])
+            rows[t * N + i] = Row(float(logprobs[t, i]), v, a[t], a[t] + v)
+    return rows
+
+
 class Orders:
     """Stands for a generator, and keeps the permutations that it gave."""
 
@@ -64,24 +77,14 @@ class Orders:
         """Of each epoch: every expected row once, in parts of nearly equal size (detail 6)."""
         for order in self.given:
             assert sorted(order.tolist()) == sorted(expected)
+        assert len({str(order.tolist()) for order in self.given}) == len(self.given)
         return [[part.tolist() for part in np.array_split(x, count)] for x in self.given]
 
 
-def record(monkeypatch, agent, seeded: bool) -> Orders:
-    """The orders that the next update draws, from the agent's generator or from a seed."""
-    if not seeded:
-        agent.rng = Orders(getattr(agent.rng, "rng", agent.rng))
-        return agent.rng
-    orders = Orders(None)
-    plain = getattr(np.random.default_rng, "plain", np.random.default_rng)
-
-    def default_rng(key):
-        orders.rng = plain(key)
-        return orders
-
-    default_rng.plain = plain
-    monkeypatch.setattr(np.random, "default_rng", default_rng)
-    return orders
+def record(agent) -> Orders:
+    """The orders that the next update draws."""
+    agent.rng = Orders(getattr(agent.rng, "rng", agent.rng))
+    return agent.rng
 
 
 def same_parameters(agent, p: dict, start: dict, rate: float):

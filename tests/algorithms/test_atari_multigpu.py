@@ -6,9 +6,9 @@ import envpool
 import numpy as np
 import pytest
 import torch
-from common import CLIPPED, VALUES, ends, make, same_metrics, same_parameters
+from common import CLIPPED, VALUES, ends, make, rows_to_learn, same_metrics, same_parameters
 from program import Toy
-from reference import PPO, Row, advantages, choice, linear, parameters
+from reference import PPO, choice, linear, parameters
 
 import ppo_atari_multigpu as script
 
@@ -38,7 +38,7 @@ def test_update(flags):
     agent.network = torch.nn.Sequential(*small)
     agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)
     rng, (terminated, truncated, valid) = np.random.default_rng(9), ends()
-    ppo = PPO(agent, args, None, {"all": args.ent_coef})
+    ppo, used = PPO(agent, args, None, {"all": args.ent_coef}), []
     for iteration in range(2):
         obs = torch.as_tensor(rng.integers(0, 256, (T, N, 4, 84, 84), np.uint8))
         actions = torch.as_tensor(rng.integers(0, 3, (T, N)))
@@ -52,18 +52,13 @@ def test_update(flags):
         logprobs = np.array([float(x[0]) for x in now]) + rng.normal(0, 0.3, T * N)
         values = np.array([float(x[2]) for x in now] + [0.3] * N) + rng.normal(0, 0.2, T * N + N)
         logprobs, values = np.float32(logprobs).reshape(T, N), np.float32(values).reshape(T + 1, N)
-        rows = {}
-        for i in range(N):
-            column = rewards[:, i], values[:, i], terminated[:, i], truncated[:, i]
-            a = advantages(*[x.tolist() for x in column], args.gamma, args.gae_lambda)
-            for t in np.flatnonzero(valid[:, i]).tolist():
-                v = float(values[t, i])
-                rows[t * N + i] = Row(float(logprobs[t, i]), v, a[t], a[t] + v)
+        rows = rows_to_learn(rewards, values, logprobs, terminated, truncated, valid, args)
         acted = obs, actions, *map(torch.as_tensor, (logprobs, values))
         data = script.Rollout(*acted, rewards, terminated, truncated, valid)
         start = parameters(agent)
         orders = [[part.tolist() for part in epoch]
                   for epoch in script.minibatch_rows(iteration, slice(0, N), args)]  # fmt: skip
+        used += [str(epoch) for epoch in orders]
         for epoch in orders:  # each row once; in each minibatch as many steps of each environment
             assert sorted(n for part in epoch for n in part) == [*range(T * N)]
             assert all(
@@ -74,6 +69,7 @@ def test_update(flags):
         expected = ppo.learn(rows, orders[:1] if args.target_kl else orders, rate)
         same_metrics(metrics, expected)
         same_parameters(agent, ppo.p, start, rate)
+    assert len(used) == len(set(used)) == 4
     assert args.target_kl or ppo.seen.keys() >= CLIPPED | VALUES
 
 

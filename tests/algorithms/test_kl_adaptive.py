@@ -91,7 +91,7 @@ def layout():
 
 
 @pytest.mark.parametrize("name", SERVOS)
-def test_updates_are_those_of_the_reference(monkeypatch, name):
+def test_updates_are_those_of_the_reference(name):
     discrete = name == "choices"
     flags = {"update_epochs": 3, "value_epochs": 2, "hid1_mult": 2, "value_learning_rate": 0.002}
     flags |= {"episodes_per_batch": 5, "num_envs": 2}
@@ -159,7 +159,7 @@ def test_updates_are_those_of_the_reference(monkeypatch, name):
         centre = mean([*a.values()])
         width = math.sqrt(mean([(x - centre) ** 2 for x in a.values()])) + 1e-6
         a = {at: (x - centre) / width for at, x in a.items()}
-        orders, start = record(monkeypatch, agent, seeded=False), parameters(agent)
+        orders, start = record(agent), parameters(agent)
         metrics = module.update(agent, data, args)
 
         for epoch in range(args.update_epochs + 1):
