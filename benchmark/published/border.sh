@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# The border's published numbers: dm_control's cheetah by EnvPool beside shimmy's, then speeds, which
-# want a machine that does nothing else. RUNS=folder and WORKERS=processes may be set.
+# Runs by EnvPool, and dm_control's cheetah by shimmy. RUNS=folder and WORKERS=processes may be set.
 . "$(dirname "$0")/bench.sh"
 clipped="python ppo_continuous_action.py --ent-coef 0" three="--start-seed 201 --num-seeds 3"
 
@@ -8,13 +7,6 @@ clipped="python ppo_continuous_action.py --ent-coef 0" three="--start-seed 201 -
 bench $three --variant ent-coef-0 --env-ids envpool:CheetahRun-v1 --command "$clipped"
 bench $three --variant ent-coef-0 --env-ids dm_control/cheetah-run-v0 --command "$clipped"
 
-# README's humanoid; seed 201 has run
+# the humanoid with 64 environments; seed 201 has run
 large="--num-envs 64 --num-steps 64 --num-minibatches 4 --update-epochs 2 --learning-rate 2.95e-3"
 bench $three --variant ent-coef-0-3M-64envs --env-ids envpool:Humanoid-v4 --command "$clipped --total-timesteps 3000000 $large --env-workers 2"
-
-[ "${1:-}" = speed ] || exit 0
-# steps with random actions, each way to make many of them: an hour; highway-env must be installed
-python -m benchmark.published.studies.border_speed
-
-# whole training
-python -m benchmark.published.studies.border_training

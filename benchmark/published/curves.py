@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmark import compare, data, report
-from benchmark.published import RESULTS
+from benchmark.published import RESULTS, SUPERSEDED
 from benchmark.stats import running_mean
 
 BLUE = "#0072B2"
@@ -31,16 +31,23 @@ class Curve(NamedTuple):
     returns: np.ndarray  # [windows]
 
 
+FOLDERS = RESULTS, SUPERSEDED
+
+
 @cache
-def read(results: Path) -> list[data.Run]:
+def find(folders: tuple[Path, ...]) -> list[data.Run]:
+    return data.find(folders)
+
+
+def read() -> list[data.Run]:
     """All committed runs, in order of environment, algorithm and seed; they are read once."""
-    return data.find([results])
+    return find(FOLDERS)
 
 
 def runs(env_id: str, script: str, variant: str = "default") -> list[data.Run]:
     """The committed runs, by seed."""
     wanted = env_id, script, variant
-    return [x for x in read(RESULTS) if (x.env_id, x.script, x.variant) == wanted]
+    return [x for x in read() if (x.env_id, x.script, x.variant) == wanted]
 
 
 def load(env_id: str, script: str, variant: str = "default", width: int = 0) -> list[Curve]:
@@ -77,16 +84,16 @@ def committed(
     algorithms: Sequence[str], env_ids: Sequence[str], seeds: Container[int] = ANY
 ) -> list[report.Group]:
     """The committed runs of these algorithms on these environments, in this order."""
-    runs = (run for run in read(RESULTS) if run.seed in seeds)
+    runs = (run for run in read() if run.seed in seeds)
     groups = report.group(r for r in runs if r.algorithm in algorithms and r.env_id in env_ids)
     return sorted(groups, key=lambda g: (env_ids.index(g.env_id), algorithms.index(g.algorithm)))
 
 
 class Effect(NamedTuple):
-    """What a change has made of the scores, or the scores of the script without it."""
+    """The runs with a change, or those of the script without it."""
 
     name: str
-    scores: list[np.ndarray]  # [seeds] by environment
+    runs: list[list[data.Run]]  # by environment
     judgement: compare.Judgement | None  # on the environments that both have run on
 
 
@@ -98,13 +105,13 @@ def effects(
     before = [own for own in groups if own.algorithm == whole]
     for name in (whole, *changes):
         own = [member for member in groups if member.algorithm == name]
-        found = {member.env_id: member.scores(metric) for member in own}
-        scores = [found.get(env_id, np.empty(0)) for env_id in env_ids]
+        found = {member.env_id: member.finished for member in own}
+        runs = [found.get(env_id, []) for env_id in env_ids]
         if name == whole:
-            yield Effect(name, scores, None)
-        elif any(map(len, scores)):
+            yield Effect(name, runs, None)
+        elif any(runs):
             _, judgement = compare.effect(before, own, metric)
-            yield Effect(name, scores, judgement)
+            yield Effect(name, runs, judgement)
 
 
 # --- what others published ------------------------------------------------------------------------
@@ -148,23 +155,6 @@ def published(env_id: str, steps: int, metrics: tuple[str, ...], several: bool) 
 
 
 # --- figures --------------------------------------------------------------------------------------
-
-
-def panels(n: int, width: float, height: float):
-    """A figure with n axes in a row."""
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(1, n, figsize=(width * n, height), layout="constrained")
-
-
-def save(figure, name: str, dpi: int = 140):
-    import matplotlib.pyplot as plt
-
-    for axis in figure.axes:
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(RESULTS / f"{name}.png", dpi=dpi)
-    plt.close(figure)
 
 
 MUJOCO = (
@@ -216,33 +206,20 @@ def learning(algorithms: Sequence[str], env_ids: Sequence[str], more: int = 0) -
     return figure, axes[len(env_ids) :], groups, looks
 
 
-def without_length(looks: dict) -> dict:
-    """Looks by names for a legend of runs of 1M steps each."""
-    return {
-        name.replace(" 1M-ppo", ", mode ppo").removesuffix(" 1M"): looks[name] for name in looks
-    }
-
-
-def clipped():
-    """The clipped scripts, at their defaults and at CleanRL's settings."""
-    names = [f"{script}{more}" for script in CLIPPED.values() for more in ("", " cleanrl")]
-    figure, _, _, looks = learning(names, list(CLIPPED))
-    report.save(figure, looks, RESULTS, "ppo", svg=False)
-
-
-def atari():
-    """The Atari scripts, and the defaults by one process and by two."""
-    names = [f"ppo_atari_multigpu{more}" for more in ("", " 2M-by-1", " 2M-by-2", " 10M")]
-    figure, _, _, looks = learning((*names, "ppo_atari_lstm"), list(GOALS))
-    report.save(figure, looks, RESULTS, "ppo_atari_multigpu", svg=False)
-
-
-def memory():
-    """ppo_lstm.py with its memory and without it, where one is needed."""
-    names = [f"ppo_lstm{more}" for more in ("", " span", " none")]
-    tasks = "CartPoleNoVel-v1", "PendulumNoVel-v1", "popgym-RepeatPreviousEasy-v0", "Cue-v0"
-    figure, _, _, looks = learning(names, tasks)
-    report.save(figure, looks, RESULTS, "ppo_lstm", svg=False)
+FIGURES = {  # file: algorithms, environments
+    "ppo": ([f"{script}{x}" for script in CLIPPED.values() for x in ("", " cleanrl")], [*CLIPPED]),
+    "ppo_atari_multigpu": (
+        [
+            *(f"ppo_atari_multigpu{x}" for x in ("", " 2M-by-1", " 2M-by-2", " 10M")),
+            "ppo_atari_lstm",
+        ],
+        [*GOALS],
+    ),
+    "ppo_lstm": (
+        ["ppo_lstm", "ppo_lstm span", "ppo_lstm none"],
+        ["CartPoleNoVel-v1", "PendulumNoVel-v1", "popgym-RepeatPreviousEasy-v0", "Cue-v0"],
+    ),
+}
 
 
 def head_to_head():
@@ -251,28 +228,15 @@ def head_to_head():
     (algorithms, _), *_ = report.compared(groups, "evaluation")
     report.plot_profile(axis, algorithms, "evaluation", data.read_scales(data.SCALES), looks)
     axis.set(title="final policies", ylabel="fraction of runs above τ")
-    report.save(figure, without_length(looks), RESULTS / "head-to-head", "curves", svg=False)
-
-
-def modes():
-    """PPO-CMA and PPO by one script on eight environments, and their normalised mean."""
-    figure, (axis,), groups, looks = learning(("ppo_cma 1M", "ppo_cma 1M-ppo"), MUJOCO, more=1)
-    scales = data.read_scales(data.SCALES)
-    for name, look in looks.items():
-        lines = []
-        for group in (g for g in groups if g.algorithm == name):
-            low = scales[group.env_id].low
-            high = scales[group.env_id].high
-            finished = ((run.steps, running_mean(run.returns)) for run in group.finished)
-            lines.append([(x / 1e6, (y - low) / (high - low)) for x, y in finished])
-        report.plot_band(axis, look, *lines)
-    axis.set(title="all eight, normalised", xlabel="million environment steps")
-    report.save(figure, without_length(looks), RESULTS, "ppo_cma_modes", svg=False)
+    names = {name.removesuffix(" 1M"): look for name, look in looks.items()}
+    report.save(figure, names, RESULTS / "head-to-head", "curves", svg=False)
 
 
 def humanoid():
     """PPO-CMA on Humanoid: its seeds, its PPO mode's, and the points of the original's figure."""
-    figure, axis = panels(1, 8.0, 4.6)
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8.0, 4.6), layout="constrained")
     for variant, color, label in (
         ("anneal-lr", BLUE, "ppo_cma.py"),
         ("default", SKY, "with --no-anneal-lr, as the original"),
@@ -291,7 +255,19 @@ def humanoid():
     axis.set(xlabel="million environment steps", ylabel="training return, last 100 episodes")
     axis.set_xlim(left=0)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    save(figure, "ppo_cma_humanoid")
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(RESULTS / "ppo_cma_humanoid.png", dpi=140)
+    plt.close(figure)
+
+
+def figures():
+    """Make all figures anew."""
+    for name, shown in FIGURES.items():
+        figure, _, _, looks = learning(*shown)
+        report.save(figure, looks, RESULTS, name, svg=False)
+    for make in (kl_adaptive, head_to_head, humanoid):
+        make()
 
 
 CHANGED = (RESULTS.parent / "studies" / "changes").glob("*.patch")
@@ -351,17 +327,3 @@ EXPLORING = {
     "explore-led": (BEFORE, EXPLORED, LED),
     "explore-winner": (BEFORE, WINNER, (*EIGHT, "InvertedPendulum-v4")),
 }
-
-
-def what_matters():
-    """P(better) of each change of the study, with its interval."""
-    _, *changes = effects(*SCREENED)
-    found = sorted(changes, key=lambda change: change.judgement.probability)
-    figure, axis = panels(1, 8.0, 0.8 + 0.27 * len(found))
-    for k, change in enumerate(found):
-        own = change.judgement
-        axis.plot([own.low, own.probability, own.high], [k] * 3, "-o", color=BLUE, markevery=[1])
-    axis.axvline(0.5, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(found)), [STUDY[change.name].replace("`", "") for change in found])
-    axis.set(xlim=(0, 1), xlabel="P(better)")
-    save(figure, "what_matters")

@@ -10,10 +10,11 @@ of docs/ it also writes
 import dataclasses
 import importlib
 import re
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
-from benchmark.published import RESULTS, ROOT, curves, tables
+from benchmark import data
+from benchmark.published import ROOT, SUPERSEDED, curves, tables
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -53,37 +54,65 @@ def flags(script: str) -> str:
     return f"{text}\n\n{tables.table('flag | default |', own, '---')}"
 
 
+FIRST = {"ppo_cma": ("anneal-lr", "1M"), "ppo_kl_adaptive": ("default", "1M")}  # its settings
+
+
 def results(script: str) -> str:
-    """A table of a script's committed runs: a row for each environment, setting and length."""
+    """A table of a script's committed runs, then one of those with other settings."""
+    runs = [run for run in curves.read() if run.script == script and run.status == "finished"]
+    runs = [run for run in runs if SUPERSEDED not in run.place.parents]
+    first = FIRST.get(script, ("default",))
+    text = listed([run for run in runs if run.variant in first])
+    others = [run for run in runs if run.variant not in first]
+    if others:
+        text += "\n\n<details><summary>Other settings</summary>\n\n"
+        text += f"{listed(others)}\n\n</details>"
+    return text
+
+
+def superseded() -> str:
+    """A table of the clipped script's runs with settings that are no default any more."""
+    runs = [run for run in curves.read() if SUPERSEDED in run.place.parents]
+    return listed([run for run in runs if not re.search("study|explore|^change", run.algorithm)])
+
+
+def listed(runs: list[data.Run]) -> str:
+    """A row for each environment, setting and length."""
     groups = {}
-    for run in curves.read(RESULTS):
-        studied = re.search("study|explore", run.variant)
-        if run.script == script and run.status == "finished" and not studied:
-            groups.setdefault((run.env_id, run.variant, run.budget), []).append(run)
+    for run in runs:
+        groups.setdefault((run.env_id, run.variant, run.budget), []).append(run)
     rows = []
-    for (env_id, setting, _), runs in groups.items():
-        steps = sorted(run.info["global_step"] for run in runs)
+    for (env_id, setting, _), own in groups.items():
+        steps = sorted(run.info["global_step"] for run in own)
         lengths = dict.fromkeys(f"{steps[k] / 1e6:.2g}M" for k in (0, -1))
-        commits = sorted({run.commit[:7] for run in runs})
-        scores = (tables.bold(tables.by_seed(runs, x)) for x in ("training", "evaluation"))
-        rows.append([env_id, setting, f"{len(runs)}, {' to '.join(lengths)}", *scores])
+        commits = sorted({run.commit[:7] for run in own})
+        scores = (tables.bold(tables.by_seed(own, x)) for x in ("training", "evaluation"))
+        rows.append([env_id, setting, f"{len(own)}, {' to '.join(lengths)}", *scores])
         rows[-1].append(", ".join(commits))
     header = "environment | setting | seeds, steps | training | final policy | commits"
     return tables.table(header, rows, "---")
 
 
+@cache
+def block(page: Path, name: str) -> tuple[str, list] | None:
+    """The text of a page's block, and its tables; None if there is no such block."""
+    makers = tables.BLOCKS | {"superseded": superseded}
+    if page.parent == DOCS:
+        makers |= {make.__name__: partial(make, page.stem) for make in (flags, results)}
+    if name not in makers:
+        return None
+    tables.MADE.clear()
+    return makers[name](), list(tables.MADE)
+
+
 def rewrite(page: Path) -> str:
     """A page's text with its tables made anew."""
-    text = page.read_text()
-    blocks = dict(tables.BLOCKS)
-    if page.parent == DOCS:
-        blocks |= {make.__name__: partial(make, page.stem) for make in (flags, results)}
 
-    def block(found: re.Match) -> str:
-        name = found[1]
-        return f"<!-- {name} -->\n{blocks[name]()}\n<!-- end -->" if name in blocks else found[0]
+    def fill(found: re.Match) -> str:
+        made = block(page, found[1])
+        return f"<!-- {found[1]} -->\n{made[0]}\n<!-- end -->" if made else found[0]
 
-    return re.sub(r"<!-- ([\w-]+) -->.*?<!-- end -->", block, text, flags=re.S)
+    return re.sub(r"<!-- ([\w-]+) -->.*?<!-- end -->", fill, page.read_text(), flags=re.S)
 
 
 def docs():

@@ -2,15 +2,13 @@
 # Everything that needs a CUDA device, in the order of worth. A step takes at most 90 seconds (a
 # training as long as it says) and writes its table at once into benchmark/published/results/gpu;
 # what is there is not done again, and trainings go on where they were ended. `gpu.sh NAME...` does
-# these steps alone. RUNS=folder may be set, and LEANRL=folder with LeanRL's scripts. With TRY=1 all
-# is tried at tiny sizes, with a GPU or without, on Pendulum in place of MuJoCo's robots, and leaves
-# its tables in the folder of the runs.
+# these steps alone. RUNS=folder may be set. With TRY=1 all is tried at tiny sizes, with a GPU or
+# without, on Pendulum in place of MuJoCo's robots, and leaves its tables in the folder of the runs.
 # Exit code 1 if a step failed or was too long.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 TQDM_DISABLE=1
 runs=${RUNS:-runs/gpu}
-leanrl=${LEANRL:-.leanrl}
 tables=benchmark/published/results/gpu
 limit=${SECONDS_A_STEP:-90}
 seconds=3 # of a row of gpu_profile, after its warm start
@@ -68,7 +66,7 @@ step() {
 
 # rows TABLE NAME SCRIPT FLAGS...: speed and parts of an iteration for each FLAGS, as rows of a table
 rows() {
-  rowed=1 step "$2" python -m benchmark.published.gpu_profile "$tables/$1.csv" $seconds "${@:3}"
+  rowed=1 step "$2" python -m benchmark.published.studies.gpu_profile "$tables/$1.csv" $seconds "${@:3}"
 }
 
 # train NAME SECONDS COMMAND...: so many seconds of a training, then ended as one ends it by hand
@@ -83,31 +81,24 @@ train() {
     more=(--run-dir "$folder")
     [ -e "$folder/checkpoint.pt" ] && more=(--resume "$folder")
     timeout --signal TERM "$seconds" "$@" "${more[@]}"
-    python -m benchmark.published.gpu_seconds "$folder"
+    python -m benchmark.published.studies.gpu_seconds "$folder"
   ' - "$runs/$name" "$seconds" "$@"
 }
 
 # warp TABLE NAME ENV_ID WORLDS... FLAGS: speeds by MuJoCo Warp
 warp() {
-  rowed=1 step "$2" python -m benchmark.published.gpu_warp "$tables/$1.csv" "${@:3}"
+  rowed=1 step "$2" python -m benchmark.published.studies.gpu_warp "$tables/$1.csv" "${@:3}"
 }
 
-rowed=1 step device python -m benchmark.published.gpu_device "$tables/devices.csv"
+step device nvidia-smi
 
-# (a) Atari, since acting is one CUDA graph, and LeanRL in the minutes between, if
-# benchmark/published/leanrl/get.sh has brought its script; then what else a host could do
+# (a) Atari, since acting is one CUDA graph
 breakout="--env-id Breakout-v5$tiny --num-envs"
-shim=(env "PYTHONPATH=$PWD/benchmark/published/leanrl:${PYTHONPATH:-}" "SPEED_SECONDS=${SPEED_SECONDS:-8}")
 for games in "${sizes[@]}"; do
   rows acting "acting-$games" ppo_atari_multigpu "$breakout $games $graphs --bf16" "$breakout $games $graphs"
-  if [ -e "$leanrl/ppo_atari_envpool_torchcompile.py" ]; then
-    step "beside-$games" "${shim[@]}" python "$leanrl/ppo_atari_envpool_torchcompile.py" --num-envs "$games" $graphs
-  fi
 done
 MALLOC_MMAP_THRESHOLD_=1000000000 MALLOC_TRIM_THRESHOLD_=1000000000 \
   rows acting-kept acting-kept ppo_atari_multigpu "$breakout ${sizes[2]} $graphs --bf16"
-rowed=1 step overlap-8 python -m benchmark.published.gpu_overlap "$tables/overlap.csv" "${sizes[0]}" 8 0.2 1
-rowed=1 step overlap-128 python -m benchmark.published.gpu_overlap "$tables/overlap.csv" "${sizes[2]}" 16 0.6 2.3
 train Breakout-by-1 40 python ppo_atari_multigpu.py $breakout "${sizes[2]}" $graphs --bf16
 train Breakout-by-2 40 python -m torch.distributed.run --standalone --nproc-per-node=2 \
   ppo_atari_multigpu.py --device-ids 0 0 $breakout "${sizes[2]}" $graphs --bf16
@@ -123,7 +114,7 @@ step tests-graphs python -m pytest -m gpu -n $workers -p no:cacheprovider --disa
 first=${robots[0]}
 if todo warp-tf32 || todo "train-$first-tf32" || todo "train-${robots[-1]}"; then
   for env_id in "${robots[@]}"; do
-    timeout 150 python -m benchmark.published.gpu_warp "$runs/kernels.csv" $env_id 256 &>"$runs/kernels-$env_id.log" &
+    timeout 150 python -m benchmark.published.studies.gpu_warp "$runs/kernels.csv" $env_id 256 &>"$runs/kernels-$env_id.log" &
   done
   wait
 fi
@@ -174,15 +165,7 @@ before_graphs() {
   rows atari atari-128 ppo_atari_multigpu "$breakout 128" "$breakout 128 $graphs"
 }
 once() { [ -e "$tables/$1" ] || [ -n "${TRY:-}" ] || "${@:2}"; }
-rowed=1 once games.csv step games python -m benchmark.published.gpu_games "$tables/games.csv"
-rowed=1 once overlap-model.csv step overlap-model python -m benchmark.published.gpu_overlap "$tables/overlap-model.csv" --model
 once atari.csv before_graphs
 once warp.csv warp warp warp-speed HalfCheetah-v4 4096 1024 16384
-profile=warp-profile-HalfCheetah.txt
-rowed=1 once $profile step warp-profile python -m benchmark.published.gpu_warp "$tables/$profile" HalfCheetah-v4 4096 --profile
-if [ -e "$leanrl/ppo_continuous_action_torchcompile.py" ]; then
-  once leanrl-atari-8.txt step leanrl-atari-8 "${shim[@]}" python "$leanrl/ppo_atari_envpool_torchcompile.py" --num-envs 8 $graphs
-  once leanrl-continuous.txt step leanrl-continuous "${shim[@]}" python "$leanrl/ppo_continuous_action_torchcompile.py" $graphs
-fi
 once train-HalfCheetah-v4.txt train HalfCheetah-v4 65 $script HalfCheetah-v4
 exit $failed

@@ -26,13 +26,13 @@ zero -gamma-0.9999-lambda-0.99 "--gamma 0.9999 --gae-lambda 0.99" --num-seeds 10
 # CleanRL's issue 215 advises 64 environments and ten times the rate for Humanoid; the rest is ours, not tuned
 large="--num-envs 64 --num-steps 64 --num-minibatches 4 --update-epochs 2 --learning-rate 2.95e-3"
 zero -1M-64envs "$large" --num-seeds 3 --env-ids {HalfCheetah,Walker2d,Ant,Hopper,Humanoid}-v4
-old() { bench --variant "$1" "${@:3}" --command "$clipped --ent-coef 0 --target-kl None $2"; } # before there was a KL stop by default
+old() { bench --results benchmark/published/superseded --variant "$1" "${@:3}" --command "$clipped --ent-coef 0 --target-kl None $2"; } # before there was a KL stop by default
 old no-target-kl "" --num-seeds 10 --env-ids "${mujoco[@]:0:3}" Ant-v4 Swimmer-v4 InvertedDoublePendulum-v4
 old no-target-kl "" --env-ids "${mujoco[@]:3}" Humanoid-v4 Reacher-v4
 old no-target-kl "" --num-seeds 3 --env-ids "${control[@]}"
 old no-target-kl-3M "--total-timesteps 3000000" --num-seeds 2 --env-ids {HalfCheetah,Walker2d,Ant,Humanoid}-v4
 old no-target-kl-gamma-0.9999 "--gamma 0.9999" --num-seeds 10 --env-ids Swimmer-v4
-old 10M-64envs "--total-timesteps 10000000 $large" --num-seeds 2 --env-ids Humanoid-v4
+old 10M-64envs "--total-timesteps 10000000 $large" --results benchmark/published/results --num-seeds 2 --env-ids Humanoid-v4
 old log-std-0 "--log-std-init 0" --num-seeds 3 --env-ids dm_control/{finger-spin,hopper-hop,pendulum-swingup}-v0
 bench --num-seeds 10 --env-ids CartPole-v1 --command "python ppo.py --total-timesteps 100000"
 bench --num-seeds 10 --env-ids Acrobot-v1 MountainCar-v0 --command "python ppo.py"
@@ -48,5 +48,5 @@ bench --variant cleanrl --env-ids CartPole-v1 --command "$discrete --total-times
 bench --variant cleanrl --env-ids Acrobot-v1 --command "$discrete"
 bench --variant cleanrl --num-seeds 3 --env-ids MountainCar-v0 --command "$discrete"
 bench --variant cleanrl-500k --num-seeds 3 --env-ids CartPole-v1 --command "$discrete"
-old cleanrl "--log-std-init 0 --no-scale-actions --clip-vloss" --num-seeds 3 --env-ids "${mujoco[@]}" Humanoid-v4 $pusher
+old cleanrl "--log-std-init 0 --no-scale-actions --clip-vloss" --results benchmark/published/results --num-seeds 3 --env-ids "${mujoco[@]}" Humanoid-v4 $pusher
 python -m benchmark.published

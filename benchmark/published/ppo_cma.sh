@@ -14,5 +14,4 @@ for name in cma-published-ends cma-linear-mean; do human $name 1 "$name --no-ann
 ppo="--no-anneal-lr --mode ppo --minibatch-size 128 --total-timesteps 5000000 --clip-coef" # the figure's: 0.0025
 human 5M-ppo-N8000 1 "$ppo 0.0025 --iter-steps 8000"
 for x in 0.0025/3 0.05/1 0.1/3 0.2/1; do human "5M-ppo-${x%/*}" ${x#*/} "$ppo ${x%/*}"; done # and seeds
-python benchmark/published/studies/saturation.py "${RUNS:-runs/published}" >benchmark/published/results/saturation.csv
 python -m benchmark.published && python benchmark/published/studies/didactic.py

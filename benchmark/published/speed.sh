@@ -18,13 +18,7 @@ done
 speed --steps 49152 --warmup-steps 16384 --output $folder/ppo_continuous_action-HalfCheetah-v4-8envs.csv \
   --command "compiled=python ppo_continuous_action.py --env-id HalfCheetah-v4 $mujoco --num-envs 8"
 
-# docs/what_matters.md: whole runs, then each change of the study
-large="--num-envs 64 --num-steps 64 --num-minibatches 4 --update-epochs 2 --learning-rate 2.95e-3"
-for env_id in HalfCheetah-v4 Hopper-v4 Walker2d-v4 Ant-v4; do
-  one="python ppo_continuous_action.py --ent-coef 0 $now --env-id $env_id"
-  speed --rounds 1 --no-sb3 --steps 1000000 --output $folder/what_matters-$env_id.csv \
-    --command "default=$one" --command "none=$one --target-kl None" --command "large=$one $large"
-done
+# docs/superseded.md: each change of the first study
 now+=" --ent-coef 0 --target-kl None" eight="--num-envs 8 --num-steps 256" one="python ppo_continuous_action.py"
 changes=(--command "study=$one $now")
 for flags in "8-envs=$eight" clip-vloss=--clip-vloss; do changes+=(--command "study-${flags/=/=$one $now }"); done
@@ -53,10 +47,3 @@ speed --rounds 1 --no-sb3 --no-bare --steps 128000 --warmup-steps 320000 --comma
 long="python ppo_continuous_action.py --env-id Humanoid-v4 $mujoco --num-steps 32000 --update-epochs 1"
 speed --rounds 1 --no-bare --steps 64000 --warmup-steps 32000 --command "eager=$long --no-compile" \
   --command "compiled=$long" --output $folder/ppo_continuous_action-Humanoid-v4-32k.csv
-
-# how cost grows
-grow="python ppo_continuous_action.py --env-id HalfCheetah-v4 $now"
-speed --rounds 1 --no-sb3 --seconds 5 --warmup-steps 16384 --vary "num-envs 1 4 16 64" \
-  --command "$grow --num-steps 256 --num-minibatches 8"
-speed --rounds 1 --no-sb3 --no-bare --seconds 8 --vary "num-minibatches 128 32 8 2" \
-  --command "$grow --num-envs 8 --num-steps 1024"

@@ -4,28 +4,58 @@ Each stands between <!-- its name --> and <!-- end -->. `python -m benchmark.pub
 anew. README.md here says which page shows a table, and which command made its runs.
 """
 
+from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import numpy as np
-from scipy.stats import norm
+from scipy.stats import norm, ttest_ind_from_stats
 
 from benchmark import compare, data, report, speed, stats
 from benchmark.published import RESULTS, curves
-from benchmark.report import estimate, number, table
+from benchmark.report import estimate, number
 
 SPEED = RESULTS / "speed"
 CLIPPED = "ppo_continuous_action"
 
 
+class Cell(str):
+    """The text of a cell, and what it was computed from: runs, or committed tables."""
+
+    sources: tuple[data.Run | Path, ...] = ()
+
+
+def cell(text: str, sources: Iterable[data.Run | Path]) -> Cell:
+    made = Cell(text)
+    made.sources = tuple(sources)
+    return made
+
+
+def measured(row: Iterable, *sources: data.Run | Path) -> list:
+    """A row whose cells, but the first, come from these."""
+    first, *others = row
+    return [first, *(cell(str(x), sources) for x in others)]
+
+
+MADE = []  # the tables made last, each as the names of its columns and its rows; for index.py
+
+
+def table(header: str, rows: Iterable[Iterable], rule: str = " --- ") -> str:
+    """A markdown table."""
+    rows = [list(row) for row in rows]
+    MADE.append(([name.strip() for name in header.split("|")], rows))
+    return report.table(header, rows, rule)
+
+
 def bold(text: str) -> str:
     """The first word in bold: the number, not its interval."""
     first, _, rest = text.partition(" ")
-    return f"**{first}** {rest}".rstrip() if text else ""
+    return cell(f"**{first}** {rest}".rstrip() if text else "", getattr(text, "sources", ()))
 
 
 def by_seed(runs: list[data.Run], metric: str = "evaluation") -> str:
-    return estimate([run.score(metric) for run in runs]) if runs else ""
+    return cell(estimate([run.score(metric) for run in runs]), runs) if runs else ""
 
 
 def plural(seeds: int) -> str:
@@ -37,20 +67,16 @@ def length(steps: int) -> str:
 
 
 def clipped_results() -> str:
-    header = "environment, steps | final policy | training | final policy at CleanRL's settings "
-    header += "| training there"
+    header = "environment, steps | seeds | final policy | training "
+    header += "| final policy at CleanRL's settings | training there"
     rows = []
     for env_id, script in curves.CLIPPED.items():
         own, cleanrl = (curves.runs(env_id, script, name) for name in ("default", "cleanrl"))
         steps = own[0].info["args"]["total_timesteps"]
-        name = f"{env_id}, {length(steps)}"
-        if len(own) != 5:
-            name += f" ({plural(len(own))})"
-        there = by_seed(cleanrl)
-        if cleanrl:
-            there += f" ({plural(len(cleanrl))})"
-        cells = [name, bold(by_seed(own)), by_seed(own, "training"), there]
-        cells.append(by_seed(cleanrl, "training"))
+        seeds = ", ".join(str(len(runs)) for runs in (own, cleanrl))
+        cells = [f"{env_id}, {length(steps)}", seeds]
+        cells += [bold(by_seed(own)), by_seed(own, "training")]
+        cells += [by_seed(cleanrl), by_seed(cleanrl, "training")]
         others = (curves.published(env_id, steps, *which) for which in curves.ELSEWHERE.values())
         rows.append([*cells, *others])
     return table(" | ".join([header, *(f"elsewhere, {name}" for name in curves.ELSEWHERE)]), rows)
@@ -65,57 +91,40 @@ def above(runs: list[data.Run], anchor) -> float:
 
 def control() -> str:
     """Clipped PPO on dm_control, with and without the entropy bonus, beside CleanRL's, all after 1M
-    steps. The last row has the means of those that have run on all tasks here."""
+    steps. The last row has the means without the bonus, over all tasks here."""
     rows = []
-    means = []  # of a task: ours, without the bonus, theirs, and two probabilities
+    means = []  # of a task: ours without the bonus, theirs, P
     for anchor in sorted(curves.control(), key=lambda anchor: anchor.env_id):
-        both = [curves.runs(anchor.env_id, CLIPPED, x) for x in ("default", "ent-coef-0")]
-        if not any(both):
+        own, without = [curves.runs(anchor.env_id, CLIPPED, x) for x in ("default", "ent-coef-0")]
+        if len(without) < 3:
             continue
-        cells = [anchor.env_id, ", ".join(str(len(own)) for own in both), bold(by_seed(both[0]))]
-        cells += [by_seed(own, "training") for own in both]
-        cells.append(f"{number(anchor.score)} ± {number(anchor.spread)}")
-        chances = [above(own, anchor) if own else np.nan for own in both]
-        rows.append(cells + ["" if np.isnan(x) else f"{x:.2f}" for x in chances])
-        ends = [[run.score("training") for run in own] or [np.nan] for own in both]
-        means.append([*map(np.mean, ends), anchor.score, *chances])
-    *returns, ours, before = np.mean(means, axis=0)
-    cells = ["" if np.isnan(x) else f"mean {number(x)}" for x in returns]
-    cells += ["" if np.isnan(x) else f"mean {x:.2f}" for x in (ours, before)]
-    rows.append([f"all {len(rows)} tasks", "", "", *cells])
-    header = "environment | seeds | final policy | training | training, `--ent-coef 0` | "
-    header += "CleanRL's PPO, training, 3 seeds | P(ours above) | so with `--ent-coef 0`"
-    return table(header, rows)
-
-
-def goals() -> str:
-    """The study's goals, what the defaults make, and the most that one of its changes makes."""
-    rows = []
-    names = curves.STUDY | curves.FOUND
-    for row in data.read_csv(RESULTS.parent / "goals.csv"):
-        env_id = row["env_id"]
-        name = f"{row['env_id']}, {row['setting']}"
-        best = ""
-        own = curves.runs(env_id, CLIPPED, row["variant"])
-        if row["variant"] == "default":
-            tried = curves.committed(list(names), [env_id], curves.SEEDS)
-            top = max(tried, key=lambda group: stats.iqm(group.scores("evaluation")))
-            best = f"{estimate(top.scores('evaluation'))}, {names[top.algorithm]}"
-        made = f"{by_seed(own)} ({plural(len(own))})" if own else "not run"
-        rows.append([name, number(row["goal"]), row["elsewhere"], made, best])
-    header = "environment | goal | highest found elsewhere | the defaults "
-    return table(header + "| highest of the study, 3 seeds", rows)
+        ends = [run.score("training") for run in without]
+        theirs = anchor.score, anchor.spread, 3
+        ours = np.mean(ends), np.std(ends, ddof=1), len(ends)
+        p = ttest_ind_from_stats(*ours, *theirs, equal_var=False).pvalue
+        seeds = ", ".join(str(len(runs)) for runs in (without, own))
+        cells = [anchor.env_id, seeds, by_seed(without, "training")]
+        cells += [f"{number(anchor.score)} ± {number(anchor.spread)}"]
+        cells += [f"{above(without, anchor):.2f}", f"{p:.2g}", by_seed(own, "training")]
+        rows.append(cells)
+        means.append([ours[0], anchor.score, above(without, anchor)])
+    ours, theirs, chance = np.mean(means, axis=0)
+    cells = [f"mean {number(ours)}", f"mean {number(theirs)}", f"mean {chance:.2f}"]
+    rows.append([f"all {len(rows)} tasks", "", *cells, "", ""])
+    header = "environment | seeds | training, `--ent-coef 0` | CleanRL's PPO, training, 3 seeds "
+    return table(f"{header}| P(ours above) | p | training, default", rows)
 
 
 def bootstrap() -> str:
     """Scores of bootstrap.py: mean and range of the seeds."""
+    path = RESULTS / "bootstrap.csv"
     cells = {}
-    for row in data.read_csv(RESULTS / "bootstrap.csv"):
+    for row in data.read_csv(path):
         cells.setdefault(row["rule"], {}).setdefault(row["limit"], []).append(row["score"])
     rows = []
     for rule, limits in cells.items():
         ranges = (f"{np.mean(x):,.0f} ({min(x):,.0f} to {max(x):,.0f})" for x in limits.values())
-        rows.append([rule, *ranges])
+        rows.append(measured([rule, *ranges], path))
     return table("what follows the last step | limit 200 | limit 20", rows)
 
 
@@ -138,10 +147,10 @@ def scores_by_script(groups: list[report.Group], metric: str) -> list[list[str]]
     """A row for each environment: seeds of each script, and each script's score."""
     rows = []
     for env_id in curves.MUJOCO:
-        own = {g.algorithm: g.scores(metric) for g in groups if g.env_id == env_id}
-        scores = [own.get(name, np.empty(0)) for name in curves.SCRIPTS]
-        seeds = ", ".join(str(len(x)) for x in scores)
-        rows.append([env_id, seeds, *map(estimate, scores)])
+        own = {g.algorithm: g.finished for g in groups if g.env_id == env_id}
+        found = [own.get(name, []) for name in curves.SCRIPTS]
+        seeds = ", ".join(str(len(x)) for x in found)
+        rows.append([env_id, seeds, *(by_seed(x, metric) for x in found)])
     return rows
 
 
@@ -170,20 +179,16 @@ def in_words(statistic, scores: list[np.ndarray]) -> str:
 
 
 def scores() -> str:
-    """README's table: final policies of all scripts, of one setting each unless a row says so."""
+    """README's table: final policies of three seeds or more, of one setting each unless a row says
+    so."""
     groups = curves.committed(curves.SCRIPTS, curves.MUJOCO)
     rows = [[f"{name}, 1M", *cells] for name, *cells in scores_by_script(groups, "evaluation")]
-    lengths = "10M-64envs", "ent-coef-0-3M", "default"
-    clipped, *more = (curves.runs("Humanoid-v4", CLIPPED, name) for name in lengths)
     cma = curves.runs("Humanoid-v4", "ppo_cma", "anneal-lr")
-    seeds = f"{len(clipped)}, 0, {len(cma)}"
-    rows.append(["Humanoid-v4, 10M", seeds, by_seed(clipped), "", by_seed(cma)])
+    rows.append(["Humanoid-v4, 10M", f"0, 0, {len(cma)}", "", "", by_seed(cma)])
+    more = [curves.runs("Humanoid-v4", CLIPPED, name) for name in ("ent-coef-0-3M", "default")]
     for found in more + [curves.runs(*x) for x in curves.CLIPPED.items() if "ppo" in x]:
         name = f"{found[0].env_id}, {length(found[0].info['args']['total_timesteps'])}"
         rows.append([name, f"{len(found)}, 0, 0", by_seed(found), "", ""])
-    for run in {run.env_id: run for run in games("ppo_atari_multigpu", "10M")}.values():  # longest
-        name = f"{run.env_id}, {run.steps[-1] / 1e6:.2g}M"
-        rows.append([name, "1, 0, 0", by_seed([run]), "", ""])
     header = "environment, steps | seeds | clipped PPO | `ppo_kl_adaptive.py` | `ppo_cma.py`"
     return table(header, rows)
 
@@ -198,11 +203,12 @@ def ablations(
     If `paid` names a table of speeds, also the CPU time, over that of the whole."""
     rows = []
     found = costs(paid) if paid else {}
-    for name, scores, judged in curves.effects(whole, changes, env_ids, metric, seeds):
-        cells = [changes.get(name, "none"), ", ".join(str(len(x)) for x in scores)]
+    for name, runs, judged in curves.effects(whole, changes, env_ids, metric, seeds):
+        cells = [changes.get(name, "none"), ", ".join(str(len(x)) for x in runs)]
         if paid:
-            cells.insert(1, ratio(found["study"], found.get(name.split()[-1])))
-        cells += map(estimate, scores)
+            time = ratio(found["study"], found.get(name.split()[-1]))
+            cells.insert(1, cell(time, [SPEED / f"{paid}.csv"]))
+        cells += [by_seed(x, metric) or "-" for x in runs]
         rows.append(cells + (judgement(judged) if judged else ["", "", ""]))
     first = ["change", "CPU time", "seeds"] if paid else ["change", "seeds"]
     return table(" | ".join([*first, *env_ids, "P(better)", "p", "verdict"]), rows)
@@ -214,19 +220,24 @@ def judgement(judged: compare.Judgement) -> list[str]:
     return [f"{judged.probability:.2f} {ends}".rstrip(), f"{judged.p:.2g}", judged.verdict]
 
 
-def explored() -> str:
-    """The entropy bonus that falls, over the ten tasks of dm_control of steps 1 and 2."""
-    without = []
-    falling = []
-    for step in ("explore", "explore-led"):
-        whole, _, tasks = curves.EXPLORING[step]
-        without += curves.committed([whole], tasks)
-        falling += curves.committed(["change explore-entropy-falls"], tasks)
+def studied() -> str:
+    """Each change of both studies of the clipped script, on the tasks where it was tried first."""
+    hard, first = curves.EXPLORING["explore"], curves.SCREENED
+    tasks = {"four robots": first, "five of dm_control": (*hard, "evaluation")}
     rows = []
-    for metric, name in (("evaluation", "final policy"), ("training", "training")):
-        _, judged = compare.effect(without, falling, metric)
-        rows.append([name, *judgement(judged)])
-    return table("returns | P(better) on the ten | p | verdict", rows)
+    for words, (whole, changes, *which) in tasks.items():
+        for name, runs, judged in curves.effects(whole, changes, *which):
+            if judged:
+                everything = [run for x in runs for run in x]
+                cells = (cell(x, everything) for x in judgement(judged))
+                rows.append([changes[name], words, *cells])
+    return table("change | on | P(better) | p | verdict", rows)
+
+
+def mean_and_range(runs: list[data.Run], metric: str) -> str:
+    scores = [run.score(metric) for run in runs]
+    ends = f"{number(min(scores))} to {number(max(scores))}" if len(runs) > 1 else "one run"
+    return cell(f"**{number(np.mean(scores))}** ({ends})", runs)
 
 
 def cma_results() -> str:
@@ -234,37 +245,46 @@ def cma_results() -> str:
     car = "`--iter-steps 4000 --minibatch-size 2048 --action-repeat %d`"
     rows = []
     for env_id, variant, setting in (
-        ("Humanoid-v4", "default", "`--no-anneal-lr`"),
         ("Humanoid-v4", "anneal-lr", "defaults"),
+        ("Humanoid-v4", "default", "`--no-anneal-lr`"),
         ("Hopper-v4", "default", "`--iter-steps 8000`"),
         ("MountainCarContinuous-v0", "repeat2", car % 2),
         ("MountainCarContinuous-v0", "default", car % 4),
     ):
-        found = curves.load(env_id, "ppo_cma", variant)
-        most = found[0].run.info["args"]["total_timesteps"]
+        found = curves.runs(env_id, "ppo_cma", variant)
+        most = found[0].info["args"]["total_timesteps"]
         points = [x for x in curves.anchors(env_id) if x.algorithm.startswith("ppo-cma-m")]
         nearest = min(points, key=lambda x: abs(x.steps - most))
         who = plural(nearest.seeds)
         if nearest.env_id != env_id:
             who = f"{nearest.env_id}, {who}"
         original = f"{number(nearest.score)} at {nearest.steps / 1e6:g}M ({who})"
-        cells = []
-        for own in (
-            [stats.running_mean(curve.returns, 3)[-1] for curve in found],
-            [curve.run.score("evaluation") for curve in found],
-        ):
-            cells.append(f"**{number(np.mean(own))}** ({number(min(own))} to {number(max(own))})")
         if setting == car % 4:  # the original's action repeat is 2
             original = ""
-        cells.insert(1, original)
-        rows.append([f"{env_id}, {setting}", f"{len(found)} x {length(most)}", *cells])
-    header = "environment, command | seeds, steps | training return | original's training return "
+        training, final = (mean_and_range(found, metric) for metric in ("training", "evaluation"))
+        seeds = f"{len(found)} x {length(most)}"
+        rows.append([f"{env_id}, {setting}", seeds, training, original, final])
+    header = "environment, command | seeds, steps | training | original's training return "
     return table(header + "| mean action", rows)
 
 
-def saturation() -> str:
-    """The share of mean actions at a bound, by million steps, measured by saturation.py."""
-    return report.listed(data.read_csv(RESULTS / "saturation.csv"))
+def humanoid_changes() -> str:
+    """PPO-CMA on Humanoid with other settings, and PPO by the same script."""
+    rows = []
+    for variant, words in {
+        "half-rate": "`--learning-rate 2.5e-4`",
+        "5M-N8000": "N = 8,000",
+        "5M-ppo-0.0025": "mode ppo, clip 0.0025, as the original's figure",
+        "5M-ppo-N8000": "the same, N = 8,000",
+        "5M-ppo-0.05": "mode ppo, clip 0.05",
+        "5M-ppo-0.1": "mode ppo, clip 0.1",
+        "5M-ppo-0.2": "mode ppo, clip 0.2",
+    }.items():
+        found = curves.runs("Humanoid-v4", "ppo_cma", variant)
+        seeds = f"{len(found)} x {length(found[0].info['args']['total_timesteps'])}"
+        both = (mean_and_range(found, metric) for metric in ("training", "evaluation"))
+        rows.append([words, seeds, *both])
+    return table("change | seeds, steps | training | mean action", rows)
 
 
 def crossing(curve: curves.Curve, score: float) -> int:
@@ -276,16 +296,9 @@ def crossing(curve: curves.Curve, score: float) -> int:
 def humanoid() -> str:
     goals = (1000, 2000, 3000, 4000)
     rows = []
-    ppo = (("ppo_cma", f"5M-ppo-{x}", f", mode ppo, clip {x}") for x in (0.0025, 0.05, 0.1, 0.2))
     for script, variant, words in (
-        ("ppo_cma", "default", ", `--no-anneal-lr`"),
         ("ppo_cma", "anneal-lr", ""),
-        ("ppo_cma", "half-rate", ", `--no-anneal-lr --learning-rate 2.5e-4`"),
-        ("ppo_cma", "5M-N8000", ", `--no-anneal-lr`, N = 8,000"),
-        *ppo,
-        ("ppo_cma", "5M-ppo-N8000", ", mode ppo, clip 0.0025, N = 8,000"),
-        ("change", "cma-published-ends", ", cma-published-ends"),
-        ("change", "cma-linear-mean", ", cma-linear-mean"),
+        ("ppo_cma", "default", ", `--no-anneal-lr`"),
         ("ppo_continuous_action", "10M-64envs", ", 64 environments"),
     ):
         for curve in curves.load("Humanoid-v4", script, variant, width=32_000):
@@ -296,7 +309,8 @@ def humanoid() -> str:
             for start, end in ((4.5e6, 5e6), (9e6, 10e6)):
                 inside = (curve.ends > start) & (curve.ends <= end)
                 cells.append(number(curve.returns[inside].mean()) if inside.any() else "")
-            rows.append([*cells, number(curve.run.score("evaluation"))])
+            cells.append(number(curve.run.score("evaluation")))
+            rows.append(measured(cells, curve.run))
     original = ["original, Humanoid-v2, mean of 3", "2.01M", "2.48M", "2.91M", "3.34M"]
     rows.append([*original, "4,593 at 5M", "4,609", ""])  # read off a figure
     return table(f" | {' | '.join(map(str, goals))} | 4.5 to 5M | 9 to 10M | mean action", rows)
@@ -313,33 +327,19 @@ def kl_results() -> str:
     marks |= {"Walker2d-v4": (1000, 2500, 5000), "Humanoid-v4": (5000, 10_000)}
     marks |= {"HumanoidStandup-v4": (1000,)}
     for env_id, mark in [(name, mark) for name in marks for mark in marks[name]]:
+        found = curves.by_batch(env_id)
         scores = [
             stats.running_mean(curve.returns, 5)[np.searchsorted(curve.ends, mark)]
-            for curve in curves.by_batch(env_id)
+            for curve in found
         ]
         score = curves.coady(env_id).get(mark)
-        cells = [f"{env_id}, {mark:,}", f"{score:,.0f}" if score else ""]
-        cells += [f"**{median(scores):,.0f}**", f"{max(scores):,.0f}"]
-        rows.append([*cells, ", ".join(f"{score:,.0f}" for score in scores)])
-    firsts = [crossing(curve, 950) for curve in curves.by_batch("InvertedPendulum-v4")]
-    cells = ["InvertedPendulum-v4, first iteration at 950", "710 to 760"]
-    cells += [f"**{median(firsts)}**", min(firsts), ", ".join(map(str, firsts))]
+        cells = [f"**{median(scores):,.0f}**", f"{max(scores):,.0f}"]
+        cells.append(", ".join(f"{score:,.0f}" for score in scores))
+        published = f"{score:,.0f}" if score else ""
+        runs = [curve.run for curve in found]
+        rows.append([f"{env_id}, {mark:,}", published, *measured(["", *cells], *runs)[1:]])
     header = "environment, episodes | published, one run | median of ours | best | each seed"
-    return table(header, [*rows, cells])
-
-
-def longest(runs: list[data.Run]) -> int:
-    """Episodes of the longest run; 0 if there is none."""
-    return max((len(run.returns) for run in runs), default=0)
-
-
-def between_ends(episodes: list[int]) -> str:
-    """The range from the fewest to the most, in words."""
-    if not episodes:
-        return "not run"
-    fewest = f"{min(episodes):,}"
-    most = f"{max(episodes):,}"
-    return fewest if fewest == most else f"{fewest} to {most}"
+    return table(header, rows)
 
 
 def coady(prefix: str) -> str:
@@ -348,8 +348,9 @@ def coady(prefix: str) -> str:
     rows = []
     for row in data.read_csv(RESULTS.parent / "coady.csv"):
         both = [curves.runs(row["env_id"], "ppo_kl_adaptive", name) for name in ("default", "1M")]
-        found = max(both, key=longest)
+        found = max(both, key=lambda runs: len(runs[0].returns) if runs else 0)
         episodes = [len(run.returns) for run in found]
+        played = " to ".join(f"{x:,}" for x in dict.fromkeys((min(episodes), max(episodes))))
         own = []
         for run, count in zip(found, episodes, strict=True):
             if prefix:
@@ -359,11 +360,11 @@ def coady(prefix: str) -> str:
             reached = stats.first_reach(numbers, run.returns, row["threshold"], games=5, least=5)
             own.append(f"{reached:,.0f}" if np.isfinite(reached) else "-")
         name = row["env_id"] if prefix else f"{row['env_id']}, {row['threshold']:,}"
-        cells = [name, ", ".join(own)]
+        cells = [name, cell(", ".join(own), found)]
         for other in ("ppo", "q_prop", "trpo", "ddpg"):
             value = row[prefix + other]
             cells.append(f"{value:,}" if isinstance(value, int | float) else value or "")
-        rows.append([*cells, between_ends(episodes)])
+        rows.append([*cells, played])
     header = f"environment{'' if prefix else ', threshold'} | each seed | the post, one run "
     return table(header + "| Q-Prop | TRPO | DDPG | episodes that ours ran", rows)
 
@@ -388,7 +389,7 @@ def atari_results(script: str = "ppo_atari_multigpu") -> str:
         for goal in curves.GOALS[run.env_id]:
             step = stats.first_reach(run.steps, run.returns, goal, least=100) / 1e6
             cells.append(f"{goal}: {step:.2f}M" if np.isfinite(step) else f"{goal}: not reached")
-        rows.append([*cells[:4], ", ".join(cells[4:])])
+        rows.append(measured([*cells[:4], ", ".join(cells[4:])], run))
     header = "game | steps, hours | training, last 100 games | greedy, 20 games "
     return table(header + "| steps to a mean of", rows)
 
@@ -445,166 +446,87 @@ def speeds(most: int | None = 5, columns: int | None = 4) -> str:
         mine, sb3, eager, bare = map(costs(file).get, (name, "sb3", "eager", "bare"))
         memory = ", ".join(f"{x.memory:.0f}" if x else "-" for x in (mine, eager, sb3))
         cells = [words, rate(mine), spread(mine, sb3), ratio(mine, bare), ratio(eager, sb3, 1)]
-        rows.append([*cells, f"{memory} MB"][:columns])
+        rows.append(measured([*cells, f"{memory} MB"][:columns], SPEED / f"{file}.csv"))
     return table(" | ".join(header[:columns]), rows)
 
 
-def study_speed() -> str:
-    """Times of whole runs of the clipped script, relative to those without a KL stop."""
-    rows = []
-    names = ("default", "large", "none", "bare")
-    for env_id in ("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Ant-v4"):
-        own, large, none, bare = map(costs(f"what_matters-{env_id}").get, names)
-        rows.append([env_id, rate(own), *(ratio(none, x) for x in (own, large, bare))])
-    header = "environment | steps per CPU-second | time, over that by `--target-kl None` "
-    return table(header + "| so with 64 environments | of the bare environment", rows)
-
-
-def growth(flag: str) -> str:
-    """The clipped script by the values of a flag, one round."""
-    measured = {}
-    for row in data.read_csv(SPEED / f"{CHEETAH}-{flag}.csv"):
-        cost = [row[name] for name in speed.COLUMNS]
-        measured.setdefault(row[flag], []).append(cost)
-    rows = []
-    for value, costs_there in measured.items():
-        found = speed.summarise(costs_there)
-        mine = found["ppo_continuous_action"]
-        rows.append([value, rate(mine), ratio(mine, found.get("bare"))])
-    return table(f"`--{flag}` | steps per CPU-second | to the bare environment", rows)
-
-
-def atari_speed() -> str:
-    measured = data.read_csv(RESULTS / "speed_atari-Pong-v5.csv")
-    rows = []
-    for name, words in {
-        "1 process, 1 thread": "1 process",
-        "1 process, 1 thread, bf16": "1 process, `--bf16`",
-        "2 processes, 1 thread each": "2 processes",
-        "2 processes, 1 thread each, bf16": "2 processes, `--bf16`",
-        "EnvPool alone": "EnvPool alone, 1 thread, random actions",
-    }.items():
-        own = [row for row in measured if row["what"] == name]
-        cells = [words]
-        for clock in ("wall_seconds", "cpu_seconds"):
-            cells.append(f"{median(row['steps'] / row[clock] for row in own):,.0f}")
-        for part in ("environments", "inference", "update"):
-            shares = [row[part] for row in own]
-            cells.append("" if None in shares else f"{median(shares):.0%}")
-        rows.append(cells)
-    header = "steps per second | per CPU-second | environments | inference | update"
-    return table(f" | {header}", rows)
-
-
 def recurrent_speed() -> str:
-    measured = data.read_csv(SPEED / "ppo_lstm.csv")
+    """Of ppo_lstm.py beside RecurrentPPO, measured by recurrent_speed.py of commit d814e18."""
+    path = SPEED / "ppo_lstm.csv"
+    there = data.read_csv(path)
     rows = []
     for task in ("CartPoleNoVel-v1", "Noise-v0"):
         speeds = {}
-        for row in (row for row in measured if row["task"] == task):
+        for row in (row for row in there if row["task"] == task):
             speeds.setdefault(row["program"], []).append(row["steps_per_cpu_second"])
         for program, own in speeds.items():
             ratios = [a / b for a, b in zip(own, speeds["RecurrentPPO"], strict=True)]
-            rows.append([task, program, f"{median(own):,.0f}", f"{median(ratios):.1f}"])
-    return table("task | program | steps per CPU second | to RecurrentPPO", rows)
+            cells = [f"{task}, {program}", f"{median(own):,.0f}", f"{median(ratios):.1f}"]
+            rows.append(measured(cells, path))
+    return table("task, program | steps per CPU second | to RecurrentPPO", rows)
 
 
 def gpu_atari() -> str:
     """Milliseconds of an iteration's parts on a GPU, by gpu_profile.py."""
+    path = RESULTS / "gpu/atari.csv"
     rows = []
-    for row in data.read_csv(RESULTS / "gpu/atari.csv"):
+    for row in data.read_csv(path):
         words = row["flags"].removeprefix("--env-id Breakout-v5 --num-envs ").split(" ", 1)
-        cells = [words[0], f"`{words[1]}`" if words[1:] else "eager"]
+        cells = [f"{words[0]}, `{words[1]}`" if words[1:] else f"{words[0]}, eager"]
         cells.append(f"{row['steps_per_second']:,.0f}")
         for part in ("games_ms", "acting_ms", "learning_ms"):
             cells.append(f"{row[part]:.0f} ({row[part] / row['iteration_ms']:.0%})")
         for part in ("rollout_kernels_ms", "rollout_to_device_ms", "update_kernels_ms"):
             cells.append(f"{row[part]:.0f}")
-        rows.append([*cells, f"{row['rollout_launches']:,.0f}, {row['update_launches']:,.0f}"])
+        cells.append(f"{row['rollout_launches']:,.0f}, {row['update_launches']:,.0f}")
+        rows.append(measured(cells, path))
     header = "steps per second | games, ms | acting | learning | the device: acting | copies there"
-    return table(f"games | flags | {header} | learning | launches: rollout, update", rows)
-
-
-def gpu_games() -> str:
-    """Steps per second of EnvPool alone, by gpu_games.py."""
-    rows = {}
-    for row in data.read_csv(RESULTS / "gpu/games.csv"):
-        size = f"{row['games']:.0f}, {row['threads']:.0f}"
-        rows.setdefault(size, [size]).append(f"{row['steps_per_second']:,.0f}")
-    return table("games, threads | memory given back | memory kept", list(rows.values()))
-
-
-def gpu_overlap() -> str:
-    """What serving games in two halves would gain, by gpu_overlap.py --model."""
-    rows = []
-    for row in data.read_csv(RESULTS / "gpu/overlap-model.csv"):
-        cells = [f"{row['games']:.0f}", f"{row['acting']:.1f}"]
-        cells += [f"{row[way]:.2f}" for way in ("together", "halves")]
-        rows.append([*cells, f"{row['gain']:.2f}"])
-    return table("games | acting takes | a step, together | a step, in halves | ratio", rows)
+    return table(f"games, flags | {header} | learning | launches: rollout, update", rows)
 
 
 def gpu_warp() -> str:
     """Steps per second of the parts of an iteration by MuJoCo Warp, by gpu_warp.py."""
+    path = RESULTS / "gpu/warp.csv"
     rows = {}
-    for row in data.read_csv(RESULTS / "gpu/warp.csv"):
+    for row in data.read_csv(path):
         size = f"{row['env_id']}, {row['num_envs']:,.0f}"
         rows.setdefault(size, [size]).append(f"{row['steps_per_second']:,.0f}")
     header = "environment | environment and inference | learning alone | everything"
-    return table(f"task, environments | {header}", list(rows.values()))
+    return table(f"task, environments | {header}", [measured(row, path) for row in rows.values()])
 
 
-def pace(rows: list[dict]) -> tuple[float, str]:
-    """Median steps per second over rounds; the same with its range."""
-    rates = sorted(row["steps"] / row["seconds"] for row in rows)
-    middle = median(rates)
-    return middle, f"{middle:,.0f} ({rates[0]:,.0f} to {rates[-1]:,.0f})"
-
-
-def engine_name(engine: str, workers: str) -> str:
-    """An engine of the border in words."""
-    kinds = {"ours": "workers", "EnvPool": "EnvPool, threads", "envpool": "EnvPool, threads"}
-    if engine == "ours" and workers == "0":
-        return "one process"
-    return f"{kinds.get(engine, f'{engine}, processes')}: {workers}"
-
-
-def border(name: str) -> str:
-    """Steps per second of each way to step environments, and their ratio to one process. `border`
-    has environments alone, with random actions, `border_training` has whole trainings."""
+def border_training() -> str:
+    """Whole trainings, measured by studies/border_training.py of commit d814e18."""
+    path = SPEED / "border_training.csv"
     grouped = {}
-    for row in data.read_csv(SPEED / f"{name}.csv"):
-        engine = row["engine"]
-        workers = row.get("workers")
-        if workers is None:  # "envpool 2", or our workers
-            kind, _, workers = str(engine).rpartition(" ")
-            engine = kind or "ours"
-        number_of_envs = row.get("num_envs", 8 if row["environment"] == "sleep" else 64)
-        key = row["environment"], number_of_envs, engine, str(workers)
-        grouped.setdefault(key, []).append(row)
+    for row in data.read_csv(path):
+        grouped.setdefault((row["environment"], str(row["engine"])), []).append(row)
+    rates = {
+        key: sorted(row["steps"] / row["seconds"] for row in found)
+        for key, found in grouped.items()
+    }
     rows = []
-    for (environment, num_envs, engine, workers), found in grouped.items():
-        first, _ = pace(grouped[environment, num_envs, "ours", "0"])
-        rate, text = pace(found)
-        cells = environment, num_envs, engine_name(engine, workers), len(found), text
-        rows.append([*cells, f"{rate / first:.2f}"])
-    header = "environment | N | stepped by | rounds | steps per second | to one process"
-    return table(header, rows)
+    for (environment, engine), own in rates.items():
+        kind, _, workers = engine.rpartition(" ")
+        way = f"EnvPool, threads: {workers}" if kind else f"workers: {workers}"
+        size = f"{environment}, {8 if environment == 'sleep' else 64}"
+        cells = [f"{size}, {'one process' if engine == '0' else way}"]
+        cells.append(f"{median(own):,.0f} ({own[0]:,.0f} to {own[-1]:,.0f})")
+        cells.append(f"{median(own) / median(rates[environment, '0']):.2f}")
+        rows.append(measured(cells, path))
+    return table("environment, N, stepped by | steps per second | to one process", rows)
 
 
 BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
-        scores, speeds, study_speed, clipped_results, control, goals, helped, bootstrap,
-        cma_results, humanoid, kl_results, atari_results, atari_speed, recurrent_speed,
-        gpu_atari, gpu_games, gpu_overlap, gpu_warp,
+        scores, speeds, clipped_results, control, helped, bootstrap, cma_results, humanoid,
+        humanoid_changes, kl_results, atari_results, border_training, recurrent_speed, gpu_atari,
+        gpu_warp, studied,
     )
 }  # fmt: skip
-BLOCKS |= {name.replace("_", "-"): partial(border, name) for name in ("border", "border_training")}
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
-BLOCKS |= {f"growth-{flag}": partial(growth, flag) for flag in ("num-envs", "num-minibatches")}
 BLOCKS["all-speeds"] = partial(speeds, None, None)
-BLOCKS["saturation"] = saturation
 BLOCKS["lstm-results"] = partial(atari_results, "ppo_atari_lstm")
 ALPHAS = {f"{CLIPPED} rpo-{x}": f"`--rpo-alpha {x}`" for x in (0.01, 0.1, 0.5)}
 TASKS = "cheetah-run", "hopper-hop", "reacher-easy", "walker-walk"
@@ -616,10 +538,9 @@ for metric in report.METRICS:
     BLOCKS |= {f"head-to-head-{metric}": partial(head_to_head, metric)}
     parts = (curves.CHANGES, curves.ABLATED)
     modes = (curves.MODES, curves.MUJOCO)
-    for name, studied in {"ablations": parts, "modes": modes}.items():
-        BLOCKS |= {f"{name}-{metric}": partial(ablations, "ppo_cma 1M", *studied, metric)}
-BLOCKS["explore-ten"] = explored
-for name, studied in curves.EXPLORING.items():
-    BLOCKS[name] = partial(ablations, *studied, "evaluation")
-for name, studied in {"what-matters": curves.SCREENED, "finalists": curves.FINALISTS}.items():
-    BLOCKS[name] = partial(ablations, *studied, paid="what_matters-changes")
+    for name, changes in {"ablations": parts, "modes": modes}.items():
+        BLOCKS |= {f"{name}-{metric}": partial(ablations, "ppo_cma 1M", *changes, metric)}
+for name, changes in curves.EXPLORING.items():
+    BLOCKS[name] = partial(ablations, *changes, "evaluation")
+for name, changes in {"what-matters": curves.SCREENED, "finalists": curves.FINALISTS}.items():
+    BLOCKS[name] = partial(ablations, *changes, paid="what_matters-changes")

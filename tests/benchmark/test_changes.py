@@ -1,4 +1,4 @@
-"""What benchmark/published adds to the scripts: changes, an environment, a table of saturation."""
+"""What benchmark/published adds to the scripts: changes, an environment."""
 
 import math
 import subprocess
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from harness import ended
-from torch.utils.tensorboard import SummaryWriter
 
 import ppo_continuous_action as script
 from benchmark.published.studies import change
@@ -90,13 +89,3 @@ def test_pusher_is_v4_and_seeded():
         assert reward == pytest.approx(expected - 0.1 * action @ action, abs=1e-6)
         steps += 1
     assert (steps, bool(terminated), bool(truncated)) == (100, False, True)
-
-
-def test_saturation_is_a_mean_over_each_million_steps(tmp_path):
-    for name, tag in (("a-s1", "charts/saturated_means"), ("other-s1", "charts/policy_std")):
-        with SummaryWriter(str(tmp_path / "Humanoid-v4" / "script" / name / "run")) as log:
-            for k, value in enumerate((0.25, 0.75, 0.125, 0.375, 1.0)):  # the last one is alone
-                log.add_scalar(tag, value, k * 500_000)
-    command = [sys.executable, str(change.HERE / "saturation.py"), str(tmp_path)]
-    made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert made == "run,1M,2M,3M,4M,5M,6M,7M,8M,9M,10M\na-s1,50.00,25.00,-,-,-,-,-,-,-,-\n"

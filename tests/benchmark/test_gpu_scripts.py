@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from harness import ROOT, table, write_run
 
-from benchmark.published import gpu_overlap, gpu_profile
+from benchmark.published.studies import gpu_profile
 
 PUBLISHED = ROOT / "benchmark/published"
 
@@ -45,7 +45,7 @@ def test_gpu_steps_are_done_once_and_in_order(tmp_path):
     minutes = (here / "results/gpu/minutes.csv").read_text().splitlines()
     assert [line.split(",")[1:2] + line.split(",")[3:] for line in minutes] == [[name, "0"]]
     first = turn()
-    parts = ["gpu_device", "ppo_atari_multigpu --env", "gpu_overlap", "nproc-per-node=2"]
+    parts = ["ppo_atari_multigpu --env", "nproc-per-node=2"]
     parts += ["tests/ppo_", "gpu_warp", "HalfCheetah-v4 --tf32 --run-dir", "Ant-v4 --tf32"]
     parts += ["envpool:HalfCheetah-v4", "Pong-v5", "ppo_procgen"]
     places = [next(i for i, line in enumerate(first) if part in line) for part in parts]
@@ -104,25 +104,16 @@ def test_time_of_an_iteration_by_its_parts(tmp_path, monkeypatch):
     assert table(path) == rows
 
 
-@pytest.mark.parametrize(
-    ("games", "acting", "together", "halves"),
-    [
-        (16, 1.0, 3.0, 2.0),  # two games a core: the host acts while the other half's step
-        (8, 1.0, 2.0, 2.0),  # a game a core: each half steps as long as the whole
-        (8, 3.0, 4.0, 6.0),  # the host acts twice
-    ],
-)
-def test_what_serving_games_in_halves_would_take(games, acting, together, halves):
-    """On 8 cores, with steps that all take 1."""
-    found = [gpu_overlap.modelled([1.0], parts, games, 8, acting, 500) for parts in (1, 2)]
-    assert found == pytest.approx([together, halves], rel=0.01)
-
-
 def test_when_a_training_reached_a_return(tmp_path):
     info = {"global_step": 2500, "wall_seconds": 26.0, "status": "running"}
     returns = [-21] * 100 + [19] * 150
     write_run(tmp_path / "run", 3, returns, 10, args={"env_id": "Pong-v5"}, **info)
-    command = [sys.executable, "-m", "benchmark.published.gpu_seconds", str(tmp_path / "run")]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmark.published.studies.gpu_seconds",
+        str(tmp_path / "run"),
+    ]
     output = subprocess.check_output(command, text=True, cwd=ROOT)
     assert "seed 3: 2500 steps in 26.0 s, running" in output
     assert "10 steps/s in the second half" in output

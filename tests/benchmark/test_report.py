@@ -563,7 +563,7 @@ def test_a_quoted_command_prints_what_stands_in_the_table(page, command, monkeyp
 
 
 def test_a_command_is_quoted():
-    assert [page.stem for page, _ in quoted()] == ["ppo_continuous_action"]
+    assert [page.stem for page, _ in quoted()] == ["superseded"]
 
 
 # --- this project's tables ------------------------------------------------------------------------
@@ -577,7 +577,7 @@ def rows_of(text: str) -> list[list[str]]:
 @pytest.fixture
 def results(tmp_path, monkeypatch) -> Path:
     """A folder in the place of the published results."""
-    monkeypatch.setattr(curves, "RESULTS", tmp_path)
+    monkeypatch.setattr(curves, "FOLDERS", (tmp_path,))
     return tmp_path
 
 

@@ -130,7 +130,7 @@ def test_speed_tables_by_hand():
 def test_result_tables_by_hand():
     scores = played("HalfCheetah-v4", "ppo_continuous_action", "default", range(201, 211))
     middle = f"{np.mean(scores[2:8]):,.0f}"
-    assert cells("clipped-results", "HalfCheetah-v4, 1M")[1].startswith(f"**{middle}** [")
+    assert cells("clipped-results", "HalfCheetah-v4, 1M")[2].startswith(f"**{middle}** [")
     assert cells("head-to-head-evaluation", "HalfCheetah-v4")[2].startswith(f"**{middle}** [")
 
 
@@ -152,7 +152,9 @@ def test_from_a_number_to_its_maker_and_its_command():
         for name in re.findall(r"^<!-- ([\w-]+) -->\n\|", page.read_text(), re.M)
     }
     assert listed == {(page, name) for page, name in shown if name in tables.BLOCKS}
-    assert {name for _, name in shown} >= tables.BLOCKS.keys() | {"flags"}
+    assert {name for _, name in shown} >= tables.BLOCKS.keys() | {"flags", "superseded"}
     for _, _, maker, commands in rows:
         assert callable(getattr(tables, maker))
         assert re.findall(r"\]\(([^)]+)\)", commands)  # whose files another test looks for
+    for program in (HERE / "studies").glob("[!_]*.py"):
+        assert f"](studies/{program.name})" in text
