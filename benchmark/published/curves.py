@@ -8,7 +8,6 @@ ppo_kl_adaptive.py the mean is over five iterations.
 import re
 from collections.abc import Container, Iterator, Sequence
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -33,10 +32,7 @@ class Curve(NamedTuple):
 
 FOLDERS = RESULTS, SUPERSEDED
 
-
-@cache
-def find(folders: tuple[Path, ...]) -> list[data.Run]:
-    return data.find(folders)
+find = cache(data.find)
 
 
 def read() -> list[data.Run]:
@@ -172,8 +168,8 @@ def kl_adaptive():
     each = {"color": BLUE, "linewidth": 0.8, "alpha": 0.45}
     middle = {"color": BLUE, "linewidth": 2.2}
     original = {"color": ORANGE, "linestyle": "--", "marker": "o", "markersize": 4}
-    looks = {"a seed of ppo_kl_adaptive.py": each, "median of the seeds": middle}
-    looks["published: one run, Gym v1"] = original
+    names = "a seed of ppo_kl_adaptive.py", "median of the seeds", "published: one run, Gym v1"
+    looks = dict(zip(names, (each, middle, original), strict=True))
     figure, axes = report.panels(len(env_ids))
     for env_id, axis in zip(env_ids, axes, strict=True):
         curves = by_batch(env_id)

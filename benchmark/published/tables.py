@@ -58,10 +58,6 @@ def by_seed(runs: list[data.Run], metric: str = "evaluation") -> str:
     return cell(estimate([run.score(metric) for run in runs]), runs) if runs else ""
 
 
-def plural(seeds: int) -> str:
-    return "1 seed" if seeds == 1 else f"{seeds} seeds"
-
-
 def length(steps: int) -> str:
     return f"{steps / 1e6:g}M" if steps >= 1e6 else f"{steps // 1000}k"
 
@@ -255,7 +251,7 @@ def cma_results() -> str:
         most = found[0].info["args"]["total_timesteps"]
         points = [x for x in curves.anchors(env_id) if x.algorithm.startswith("ppo-cma-m")]
         nearest = min(points, key=lambda x: abs(x.steps - most))
-        who = plural(nearest.seeds)
+        who = "1 seed" if nearest.seeds == 1 else f"{nearest.seeds} seeds"
         if nearest.env_id != env_id:
             who = f"{nearest.env_id}, {who}"
         original = f"{number(nearest.score)} at {nearest.steps / 1e6:g}M ({who})"
@@ -402,10 +398,6 @@ def costs(name: str) -> dict[str, speed.Summary]:
     return speed.summarise([tuple(row.values()) for row in data.read_csv(SPEED / f"{name}.csv")])
 
 
-def rate(mine: speed.Summary) -> str:
-    return f"{median(mine.cpu_rates):,.0f}"
-
-
 def ratio(mine: speed.Summary | None, other: speed.Summary | None, digits: int = 2) -> str:
     """The median over rounds of the ratio of steps per CPU-second, if both were measured."""
     if not mine or not other:
@@ -445,7 +437,8 @@ def speeds(most: int | None = 5, columns: int | None = 4) -> str:
     for words, file, name in SPEEDS[:most]:
         mine, sb3, eager, bare = map(costs(file).get, (name, "sb3", "eager", "bare"))
         memory = ", ".join(f"{x.memory:.0f}" if x else "-" for x in (mine, eager, sb3))
-        cells = [words, rate(mine), spread(mine, sb3), ratio(mine, bare), ratio(eager, sb3, 1)]
+        cells = [words, f"{median(mine.cpu_rates):,.0f}", spread(mine, sb3), ratio(mine, bare)]
+        cells.append(ratio(eager, sb3, 1))
         rows.append(measured([*cells, f"{memory} MB"][:columns], SPEED / f"{file}.csv"))
     return table(" | ".join(header[:columns]), rows)
 

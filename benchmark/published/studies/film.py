@@ -1,6 +1,6 @@
-"""`python benchmark/published/studies/film.py SCRIPT RUN FILE.gif [WIDTH HEIGHT FRAMES EVERY]` makes
-a small animation of a run's mean or likeliest actions, for a script that sees vectors, and prints
-the returns so far of the episodes that it shows. Without a display: MUJOCO_GL=osmesa."""
+"""`film.py SCRIPT RUN FILE.gif [WIDTH HEIGHT FRAMES EVERY]` makes a small animation of a run's mean
+or likeliest actions, for a script that sees vectors, and prints the returns so far of the episodes
+that it shows. Without a display: MUJOCO_GL=osmesa."""
 
 import importlib
 import json

@@ -45,10 +45,6 @@ class Clock:
         for owner, name, function in self.saved:
             setattr(owner, name, self.timed(name, function))
 
-    def restore(self):
-        for owner, name, function in self.saved:
-            setattr(owner, name, function)
-
     def timed(self, name, function):
         def stand_in(*args, **options):
             if name == "rollout":
@@ -123,7 +119,8 @@ def measure(script, flags: str, seconds: float) -> dict:
         except EnoughError:
             pass
         finally:
-            clock.restore()
+            for owner, name, function in clock.saved:
+                setattr(owner, name, function)
     row = {"script": script.__name__, "flags": flags} | clock.row(args.batch_size)
     row["warm_seconds"] = round(clock.marks[WARM][0] - began, 2)
     row["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"

@@ -8,7 +8,6 @@ import numpy as np
 
 
 def random_return(env_id: str, episodes: int = 100, seed: int = 0) -> np.ndarray:
-    """Raw returns [episodes] of actions drawn uniformly from the action space."""
     env = gym.wrappers.RecordEpisodeStatistics(gym.make(env_id), buffer_length=episodes)
     env.action_space.seed(seed)
     env.reset(seed=seed)
