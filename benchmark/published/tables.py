@@ -218,8 +218,8 @@ def judgement(judged: compare.Judgement) -> list[str]:
 
 def studied() -> str:
     """Each change of both studies of the clipped script, on the tasks where it was tried first."""
-    hard, first = curves.EXPLORING["explore"], curves.SCREENED
-    tasks = {"four robots": first, "five of dm_control": (*hard, "evaluation")}
+    second = *curves.EXPLORING["explore"], "evaluation"
+    tasks = {"four robots": curves.SCREENED, "five of dm_control": second}
     rows = []
     for words, (whole, changes, *which) in tasks.items():
         for name, runs, judged in curves.effects(whole, changes, *which):

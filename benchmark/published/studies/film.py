@@ -20,7 +20,9 @@ def film(script: str, run: Path, path: Path, width=300, height=225, frames=200, 
     env = module.make_env(args.env_id, **options)
     if hasattr(env.unwrapped, "mujoco_renderer"):
         env.unwrapped.mujoco_renderer.camera_id = 0  # the model's own, which follows the body
-    images, returns, ended = [], [], True
+    images = []
+    returns = []
+    ended = True
     for step in range(frames * every):
         if ended:
             obs, _ = env.reset(seed=step)
