@@ -25,7 +25,6 @@ import pytest
 import torch
 import toys
 from program import (
-    METRICS,
     ROOT,
     Toy,
     assert_same,
@@ -111,7 +110,8 @@ def test_killed_and_resumed_is_uninterrupted(script, tmp_path, monkeypatch):
         train(script, whole, iterations=6)
     start = argv(script, cut, "--checkpoint-interval 3 --env-workers 2")
     start = start if script in PARALLEL else start[:-2]
-    assert train_until_killed(script, "update", 5, start) == -signal.SIGKILL
+    # in the third time that it saves: half of that file is there
+    assert train_until_killed(script, "torch.save", 3, start) == -signal.SIGKILL
     assert no_worker_stays()
     assert status(cut) == "running"
     checkpoint = torch.load(cut / "checkpoint.pt", weights_only=True)
@@ -186,33 +186,26 @@ def test_what_a_run_writes(script, tmp_path, capfd):
     assert facts["args"] == json.loads(json.dumps(saved["args"]))
     assert facts["versions"].keys() == {"torch", "gymnasium", "numpy"}
     assert facts["global_step"] == final["global_step"]
-    assert 0 < final["seconds"] <= facts["wall_seconds"] + 0.01
     assert_same(dict(torch.load(folder / "mine.cleanrl_model")), dict(final["agent"]))
     # a row an episode, and what the console and TensorBoard say of each iteration's
     assert (folder / "episodes.csv").read_text().startswith("global_step,seconds,return,length\n")
     steps, returns, lengths = np.array(rows(folder)[1:], float).T
     assert (np.diff(steps) >= 0).all() and 0 < steps[-1] <= final["global_step"]
+    assert len(set(steps)) > len(steps) / 4 or script == MULTI  # each at its own step
     assert facts["final_return"] == pytest.approx(returns[-100:].mean())
     points = scalars(folder, timed=True)
     ends = [step for step, _ in points["charts/SPS"]]
     assert len(ends) == final["iteration"] == len(set(ends))
     printed = capfd.readouterr().out
+    of = np.searchsorted(ends, steps)
     for tag, column in (("return", returns), ("length", lengths)):
-        of = np.searchsorted(ends, steps)
         means = [(ends[k], column[of == k].mean()) for k in np.unique(of)]
         np.testing.assert_allclose(points[f"charts/episodic_{tag}"], means, rtol=1e-6)
         for end, mean in means if tag == "return" else ():
             assert f"global_step={end}, episodic_return={mean:.4f}, episodes=" in printed
-    for tag, values in points.items():
-        if not tag.startswith(
-            ("charts/episodic_", "charts/return", "charts/team", "charts/deaths")
-        ):
-            assert [step for step, _ in values] == ends, tag
-    names = {f"losses/{name}" for name in [*METRICS, "explained_variance"]}
-    assert script in WHOLE or points.keys() >= names | {"charts/learning_rate"}
+    for tag in ("losses/policy_loss", "losses/value_loss", "losses/explained_variance"):
+        assert [step for step, _ in points[tag]] == ends, tag
     assert f"--evaluate {folder}" + f" {named(script)}".rstrip() in printed.splitlines()[-1]
-    if script == "ppo":  # the last of 100,000 episodes stay
-        assert len(final["last_returns"]) == len(returns[-100:])
 
 
 @EVERY
@@ -331,50 +324,58 @@ def test_videos(script, tmp_path):
 
 
 # --- what is broken -------------------------------------------------------------------------------
-def times_nan(x):
-    return {name: y * np.nan for name, y in x.items()} if isinstance(x, dict) else x * np.nan
 
 
 def spoilt(result, fault: str):
     """What a step gives, with an observation or a reward that is no number."""
-    if fault == "an exception":
-        raise ZeroDivisionError("physics blew up")
-    if not isinstance(result, tuple):  # rewards alone
-        return times_nan(result)
     obs, rewards, *rest = result
+    obs, rewards, raw = (
+        {name: y * np.nan for name, y in x.items()} if isinstance(x, dict) else x * np.nan
+        for x in (obs, rewards, rest[-1].get("reward", 0.0) if isinstance(rest[-1], dict) else 0.0)
+    )
     if fault == "observations":
-        return times_nan(obs), rewards, *rest
+        return obs, *result[1:]
     if isinstance(rest[-1], dict) and "reward" in rest[-1]:  # EnvPool's raw ones
-        rest[-1] |= {"reward": times_nan(rest[-1]["reward"])}
-    return obs, times_nan(rewards), *rest
+        rest[-1] |= {"reward": raw}
+    return result[0], rewards, *rest
 
 
 OWNER = {MULTI: Toy, AGENTS: toys.Group}  # of a method `step`; the others' is Walk
 
 
 @EVERY
-@pytest.mark.parametrize("fault", ["an exception", "observations", "rewards"])
+@pytest.mark.parametrize("fault", ["an exception", "observations", "rewards", "parameters"])
 def test_a_fault_ends_the_run_which_goes_on_when_it_is_mended(script, fault, tmp_path, monkeypatch):
     """In the fourth iteration, of which nothing is saved or learned: one without a fault has the
     same end. An environment's own exception is Python's, with its line."""
     if fault == "observations" and script == MULTI:
         pytest.skip("of bytes")
     module, folder, logged = importlib.import_module(script), tmp_path / "run", []
-    log, owner = module.Run.log, OWNER.get(script, toys.Walk)
-    if script == WARP:
-        owner = module.Pendulum
+    log, update = module.Run.log, module.update
+    owner = module.Pendulum if script == WARP else OWNER.get(script, toys.Walk)
     step = owner.step
 
     def faulty(env, action):
         result = step(env, action)
-        return spoilt(result, fault) if len(logged) == 3 else result
+        if fault == "parameters" or len(logged) != 3:
+            return result
+        if fault == "an exception":
+            raise ZeroDivisionError("physics blew up")
+        return spoilt(result, fault)
 
+    def infinite(agent, *given, **more):
+        metrics = update(agent, *given, **more)
+        if fault == "parameters" and len(logged) == 3:
+            list(agent.parameters())[-1].data.view(-1)[-1] = np.inf
+        return metrics
+
+    says = {"an exception": "^physics blew up$", "parameters": r"iteration 3: [\w.]+ is not finite"}
+    match = says.get(fault, rf"iteration 3: .*{fault[:3]}.* is not finite")
+    error = ZeroDivisionError if fault == "an exception" else FloatingPointError
     with monkeypatch.context() as patch:
         patch.setattr(module.Run, "log", lambda *given: logged.append(1) or log(*given))
+        patch.setattr(module, "update", infinite)
         patch.setattr(owner, "step", faulty)
-        errors = {"an exception": (ZeroDivisionError, "^physics blew up$")}
-        named_ = FloatingPointError, rf"iteration 3: .*{fault[:3]}.* is not finite"
-        error, match = errors.get(fault, named_)
         with pytest.raises(error, match=match) as raised:
             train(script, folder, iterations=6)
     assert any(entry.name == "faulty" for entry in raised.traceback) == (fault == "an exception")
@@ -386,27 +387,6 @@ def test_a_fault_ends_the_run_which_goes_on_when_it_is_mended(script, fault, tmp
     if script != MULTI:  # whose games are new ones
         train(script, tmp_path / "whole", iterations=6)
         assert_same(outcome(script, folder), outcome(script, tmp_path / "whole"))
-
-
-@EVERY
-def test_nothing_is_saved_once_learning_is_not_finite(script, tmp_path, monkeypatch):
-    module, calls = importlib.import_module(script), []
-    plain = module.update
-
-    def update(agent, *given, **more):
-        metrics = plain(agent, *given, **more)
-        calls.append(1)
-        with torch.no_grad():
-            list(agent.parameters())[-1].view(-1)[-1] = np.inf if len(calls) > 3 else 0.0
-        return metrics
-
-    monkeypatch.setattr(module, "update", update)
-    with pytest.raises(FloatingPointError, match=r"iteration 3: [\w.]+ is not finite"):
-        train(script, tmp_path / "run", iterations=5)
-    assert status(tmp_path / "run") == "failed"
-    checkpoint = module.load_checkpoint(tmp_path / "run")
-    assert checkpoint["iteration"] == 2
-    assert all(x.isfinite().all() for x in checkpoint["agent"].values())
 
 
 FAULTS = {"step": "boom in step", "reset": "boom in reset", "death": "a worker ended",
@@ -468,23 +448,6 @@ def test_no_file_runs_code(script, tmp_path, monkeypatch, capfd):
             flag = {"train": "--resume"}.get(use, "--evaluate")
             getattr(importlib.import_module(script), use)(parse(script, f"{flag} {folder}"))
     assert not mark.exists()
-
-
-@EVERY
-def test_a_run_of_an_older_script_plays_and_is_not_resumed(script, tmp_path, capfd):
-    """e500984 kept four counters in one field, and flags that are gone."""
-    folder = tmp_path / "run"
-    train(script, folder)
-    returns = evaluate(script, folder)
-    old = torch.load(folder / "checkpoint.pt", weights_only=True)
-    counters = [old.pop(x) for x in ("global_step", "iteration", "seconds", "csv_size")]
-    old = {name: old[name] for name in ("script", "args", "agent", "adam") if name in old}
-    old |= {"counters": tuple(counters), "args": old["args"] | {"quiet": True}}
-    torch.save(old, folder / "checkpoint.pt")
-    before = content(folder)
-    refused(capfd, f"{folder} is of commit e500984 or older", resume, script, folder)
-    assert content(folder) == before
-    assert evaluate(script, folder) == returns
 
 
 # --- the command line -----------------------------------------------------------------------------
