@@ -10,7 +10,8 @@ NeurIPS 2021. Conventions are those of its library, rliable.
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import combinations
+from functools import cache
+from itertools import combinations, combinations_with_replacement
 
 import numpy as np
 
@@ -19,6 +20,9 @@ Scores = Sequence[np.ndarray]
 # Measured coverage of the 95 % interval of the IQM by (seeds, environments), of normal scores;
 # tests/benchmark/test_report.py measures it again.
 COVERAGE = {(3, 1): 0.76, (5, 1): 0.91, (10, 1): 0.94, (10, 8): 0.94}
+
+
+FACTORIALS = np.array([math.factorial(n) for n in range(11)], float)
 
 
 def iqm(*scores: np.ndarray, axis: int = -1):
@@ -72,23 +76,19 @@ def improvement(*scores: np.ndarray, axis: int = -1):
 
 
 def interval(
-    statistic: Callable, scores: Scores, level: float = 0.95, resamples: int = 5000, seed: int = 0
+    statistic: Callable, scores: Scores, level: float = 0.95, resamples: int = 0, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Stratified percentile bootstrap: the ends of the interval, shaped as the statistic.
 
-    Five scores of one environment, or fewer, are resampled in every way: a random few of these ways
-    may end at the value beside the right one, which of few seeds is far from it.
+    Without a number of resamples there are 5,000, but of ten scores of one environment, or fewer,
+    all: of some of them an end may be the value beside the right one, which may be far from it.
     Leading axes, such as the points of a curve, share their resampled seeds. The ends are nan if a
     score is not finite, or if an environment has a single seed: one seed does not tell how much
     seeds differ.
     """
-    from scipy.stats import bootstrap
-
-    (seeds,) = {x.shape[-1] for x in scores} if len(scores) == 1 else {0}
-    if 1 < seeds <= 5 and scores[0].ndim == 1 and np.isfinite(scores[0]).all():
-        every = scores[0][np.indices([seeds] * seeds).reshape(seeds, -1)]
-        ends = np.array([(1 - level) / 2, (1 + level) / 2])
-        return tuple(np.quantile(statistic(every, axis=0), ends, method="inverted_cdf"))
+    if not resamples and len(scores) == 1 and scores[0].ndim == 1 and 1 < len(scores[0]) <= 10:
+        return exact_interval(statistic, scores[0], level)
+    resamples = resamples or 5000
     known = np.all([np.isfinite(x).all(axis=-1) for x in scores], axis=0)
     if min(x.shape[-1] for x in scores) < 2:
         known = np.zeros_like(known)
@@ -99,12 +99,35 @@ def interval(
             finite = [x[known] for x in scores]
             low[known], high[known] = interval(statistic, finite, level, resamples, seed)
         return low, high
+    from scipy.stats import bootstrap
+
     found = bootstrap(
         scores, statistic, method="percentile", vectorized=True, axis=-1, rng=seed,
         confidence_level=level, n_resamples=resamples,
         batch=max(1, 5_000_000 // sum(x.size for x in scores)),
     )  # fmt: skip
     return found.confidence_interval.low, found.confidence_interval.high
+
+
+@cache
+def every_resample(seeds: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ways to draw as many seeds as there are, [seeds, ways], and how likely each is."""
+    ways = np.array(list(combinations_with_replacement(range(seeds), seeds)))
+    counts = (ways[:, :, None] == np.arange(seeds)).sum(axis=1)
+    weights = 1 / np.prod(FACTORIALS[counts], axis=1)
+    return ways.T, weights / weights.sum()
+
+
+def exact_interval(statistic: Callable, scores: np.ndarray, level: float) -> tuple:
+    """The ends of the percentile bootstrap of all resamples; nan if a score is not finite."""
+    if not np.isfinite(scores).all():
+        return np.nan, np.nan
+    ways, weights = every_resample(len(scores))
+    values = statistic(scores[ways], axis=0)
+    order = np.argsort(values)
+    below = np.cumsum(weights[order])
+    ends = np.array([(1 - level) / 2, (1 + level) / 2])
+    return tuple(values[order][np.searchsorted(below, ends - 1e-12)])
 
 
 def permutation_test(x: Scores, y: Scores, resamples: int = 10_000, seed: int = 0) -> float:
