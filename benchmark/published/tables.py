@@ -219,7 +219,7 @@ def judgement(judged: compare.Judgement) -> list[str]:
 def studied() -> str:
     """Each change of both studies of the clipped script, on the tasks where it was tried first."""
     second = *curves.EXPLORING["explore"], "evaluation"
-    tasks = {"four robots": curves.SCREENED, "five of dm_control": second}
+    tasks = {"four of MuJoCo": curves.SCREENED, "five of dm_control": second}
     rows = []
     for words, (whole, changes, *which) in tasks.items():
         for name, runs, judged in curves.effects(whole, changes, *which):
