@@ -34,6 +34,11 @@ def rows(folder: Path) -> list[list[str]]:
         return [[step, ret, length] for step, _, ret, length in csv.reader(file)]
 
 
+def returns(folder: Path) -> list[float]:
+    """Of a run's training episodes."""
+    return [float(score) for _, score, _ in rows(folder)[1:]]
+
+
 def scalars(folder: Path, timed: bool = False) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard shows of each tag; of how long things took only if `timed`."""
     files = sorted(folder.glob("events.*"), key=lambda path: path.stat().st_mtime_ns)

@@ -192,6 +192,7 @@ def test_updates_are_those_of_the_reference(name):
                 descend(p, "critic", mean(errors), adams[1], args.value_learning_rate)
         assert len(orders.given) == args.value_epochs
         replay = batch
+        assert len(agent.replay[1]) == len(replay)  # the batch before, no more
         entropy = float(mean([x[1] for x in new.values()]).detach())
         value_loss = mean([(targets[at] - v[at]) ** 2 for at in steps])
         expected = {"policy_loss": policy_loss, "kl": float(far.detach()), "entropy": entropy}

@@ -10,8 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from maths import returns
-from program import ROOT, assert_same, installed, rows, status
+from program import ROOT, assert_same, installed, returns, rows, status
 from reference import Seen, mlp, parameters
 from replay import Waits, no_graphs_but_tapes
 from scripts import refused

@@ -234,33 +234,6 @@ def test_act_draws_from_the_policy(discrete):
         assert np.cov(sample.T) == pytest.approx(variance * np.eye(4), abs=0.06)
 
 
-WIDTHS = [(5000, 5000, [263] * 19), (200, 90, [200]), (255, 0, [255]), (511, 0, [511]),
-          (512, 0, [256] * 2)]  # fmt: skip
-
-
-@pytest.mark.parametrize(("size", "before", "widths"), WIDTHS)
-def test_minibatches_of_the_value_function(size, before, widths):
-    agent, args = make_agent()
-    seen, inputs = [], torch.arange(size + before).double().unsqueeze(-1).expand(-1, 4)
-    weight = torch.zeros(4, requires_grad=True)
-
-    def critic(features):  # which are numbers of rows
-        seen.append(features[:, 0].long())
-        return (features * weight).sum(dim=-1, keepdim=True)
-
-    agent.critic.forward = critic
-    if before:
-        agent.replay = inputs[size:], torch.ones(before)
-    batch = Batch(inputs[:size], None, None, None, None, torch.ones(size))
-    script.fit_value(agent, batch, args)
-    assert agent.replay[0] is batch.features and agent.replay[1] is batch.returns
-    assert [len(each) for each in seen] == widths * 10
-    passes = [torch.cat(seen[k * len(widths) : (k + 1) * len(widths)]) for k in range(10)]
-    assert all(len(each.unique()) == len(each) for each in passes)
-    share = np.mean([(each >= size).float().mean().item() for each in passes])
-    assert share == pytest.approx(before / (size + before), abs=0.03)  # of both batches
-
-
 # --- whole episodes -------------------------------------------------------------------------------
 def start(env_id="Drawn-v0", num_envs=1):
     """An agent, its environments, and what a rollout needs of a run."""

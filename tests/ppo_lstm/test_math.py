@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from maths import returns
+from program import returns
 
 import ppo_lstm as script
 import ppo_pixels
