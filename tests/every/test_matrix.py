@@ -588,27 +588,6 @@ def test_without_a_compiler_one_line_and_on(script, tmp_path, monkeypatch, capfd
     assert "Traceback" not in printed.err
 
 
-MINE = """
-import os, signal, gymnasium, toys
-
-def stop(env):
-    if env.count == 3 and not os.path.exists("stopped"):
-        open("stopped", "w").close()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-class Mine(toys.Walk):
-    def step(self, action):
-        stop(self)
-        return super().step(action)
-
-class make(toys.Group):
-    def step(self, actions):
-        stop(self)
-        return super().step(actions)
-
-gymnasium.register("Walk-v0", Mine)
-gymnasium.register("Turn-v0", Mine, kwargs={"actions": gymnasium.spaces.Discrete(3)})
-"""
 quick_one = "ppo_continuous_action"
 ALONE = [x if x == quick_one else pytest.param(x, marks=pytest.mark.slow) for x in PARALLEL]
 
@@ -621,8 +600,7 @@ def test_a_script_alone_in_an_empty_folder(script, tmp_path):
     text = (ROOT / f"{script}.py").read_text()
     counted = 'import sys; print(__name__, "torch" in sys.modules, file=open("imports", "a"))'
     (tmp_path / "own.py").write_text(text.replace("\nimport ", f"\n{counted}\nimport ", 1))
-    (tmp_path / "mine.py").write_text(MINE)
-    shutil.copy(toys.__file__, tmp_path)
+    shutil.copy(toys.__file__, tmp_path / "mine.py")
     for package in ("wandb", "moviepy", "benchmark"):
         (tmp_path / f"{package}.py").write_text("raise ImportError")
 
@@ -635,10 +613,11 @@ def test_a_script_alone_in_an_empty_folder(script, tmp_path):
         assert "Traceback" not in done.stderr
         return done.stdout
 
-    flags = SMALL[script].replace("toys:", "mine:").replace("ppo_", "")
-    start = f"{sys.executable} own.py {flags} --total-timesteps 96 --run-dir 'a run'"
+    flags = SMALL[script].replace("toys:", "mine:")
+    flags += ''' --env-kwargs '{"fault":"stop"}' --total-timesteps 96'''
+    start = f"{sys.executable} own.py {flags} --run-dir 'a run'"
     (again,) = re.findall("go on with: (.*)", call(start, 128 + signal.SIGTERM))
-    (play,) = re.findall("play with: (.*)", call(f"{again} --env-workers 2", 0))
+    (play,) = re.findall("play with: (.*)", call(f"{again} --env-workers 2 --env-kwargs '{{}}'", 0))
     assert "eval_episode=0, episodic_return=" in call(f"{play} --eval-episodes 1", 0)
     assert status(tmp_path / "a run") == "finished"
     imports = (tmp_path / "imports").read_text().splitlines()

@@ -7,7 +7,6 @@ import re
 import runpy
 import shlex
 import sys
-from types import ModuleType
 
 import gymnasium as gym
 import numpy as np
@@ -283,108 +282,28 @@ def test_the_environment_and_its_commands(place, monkeypatch, capsys):
     assert status(place / "runs" / "discrete") == "finished"
 
 
-def broken(env, *given):
-    if env.t == 20:
-        raise RuntimeError("my own")
-    return given
-
-
-MISTAKES = {  # of the page's environment, what each gives otherwise, and how its row begins
-    "OldStep": (lambda env, obs, reward, over, late, info: (obs, reward, over, info), "`not enoug"),
-    "NoReward": (lambda env, obs, reward, *rest: (obs, np.nan, *rest), "`iteration 0: rewards"),
-    "Broken": (broken, "an exception of"),
-    "Sizes": (lambda env, obs, *rest: (np.zeros(4), *rest), "`cannot reshape"),
-    "Clock": (lambda env, obs, reward, over, *rest: (obs, reward, over or env.t == 50, *rest), ""),
-}
-
-
-@pytest.fixture(scope="module")
-def mistakes(my_envs):
-    made = ModuleType("mistakes")
-    for name, (gives, _) in MISTAKES.items():
-
-        class Changed(my_envs.Reach):
-            def __init__(self, gives=gives, box=name == "Sizes"):
-                super().__init__()
-                self.gives = gives
-                if box:
-                    self.observation_space = gym.spaces.Box(-9, 9, (3,), float)
-
-            def reset(self, seed=None, options=None):
-                self.t = 0
-                obs, info = super().reset(seed=seed)
-                return (
-                    np.zeros(3) if isinstance(self.observation_space, gym.spaces.Box) else obs
-                ), info
-
-            def step(self, action):
-                self.t += 1
-                return self.gives(self, *super().step(action))
-
-        gym.register(f"{name}-v0", Changed, max_episode_steps=50)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "mistakes", made)
-        yield
-
-
-@pytest.mark.parametrize("name", [name for name in MISTAKES if name != "Clock"])
-@pytest.mark.usefixtures("mistakes")
-def test_mistakes_and_what_is_said(name, place):
-    """Python's own words, or the script's, are those of the page's table."""
-    (cell,) = (r[0] for r in rows(YOURS, "What goes wrong") if r[0].startswith(MISTAKES[name][1]))
-    quote = re.findall("``.+?``|`.+?`", cell)[0].strip("`") if name != "Broken" else "my own"
-    short = "--num-steps 512 --num-minibatches 8 --update-epochs 1 --total-timesteps 512"
-    with pytest.raises(Exception, match=re.escape(quote)):
-        train(ppo_continuous_action, f"--env-id mistakes:{name}-v0 --run-dir run {short}")
-    if name in ("NoReward", "Broken"):  # a checkpoint of before, from which it goes on
-        assert status(place / "run") == "failed"
-        assert ppo_continuous_action.load_checkpoint("run")["iteration"] == 0
-
-
-SPACES = {
-    "Box, one axis, finite": gym.spaces.Box(-2, 2, (1,)),
-    "Box, one axis, with infinite bounds": gym.spaces.Box(-np.inf, np.inf, (1,)),
-    "Box, several axes or none": gym.spaces.Box(-2, 2, (2, 3)),
-    "Discrete": gym.spaces.Discrete(3),
-    "MultiDiscrete, MultiBinary": gym.spaces.MultiDiscrete([3, 2]),
-}
-
-
-def test_the_table_of_actions(my_envs, monkeypatch):
-    *single, mixed = rows(YOURS, "Actions")[1:]
-    assert mixed == ["any of these together, in a Dict or Tuple", "`ppo_pixels.py`"]
-    claimed = {name: set(re.findall(r"`(ppo\w*)\.py`", scripts)) for name, scripts in single}
-    assert claimed.keys() == SPACES.keys()
-    for script in GYMNASIUM:
-        for name, actions in SPACES.items():
-            env = my_envs.Reach()
-            env.action_space = actions
-            monkeypatch.setattr(gym, "make", lambda *a, env=env, **k: env)
-            try:
-                taken = bool(script.make_env("it"))
-            except gym.error.Error:
-                taken = False
-            assert taken == (script.__name__ in claimed[name]), (script, name)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("mistakes")
 def test_the_numbers_of_the_page(place, my_envs):
     """After 20,000 steps, seed 1: a time limit that terminates, other units of rewards and forces.
     The page has the ranges of three seeds; these bounds hold for any processor's."""
 
     class Scaled(my_envs.Reach):
-        def __init__(self, reward=1.0, force=1.0, bound=2.0):
+        def __init__(self, reward=1.0, force=1.0, bound=2.0, limit=None):
             super().__init__()
-            self.reward = reward
-            self.force = force
+            self.reward, self.force, self.limit, self.t = reward, force, limit, 0
             self.action_space = gym.spaces.Box(-bound, bound, (1,))
 
+        def reset(self, seed=None, options=None):
+            self.t = 0
+            return super().reset(seed=seed)
+
         def step(self, action):
-            obs, reward, *rest = super().step(np.clip(action * self.force, -2, 2))
-            return obs, self.reward * reward, *rest
+            self.t += 1
+            obs, reward, over, *rest = super().step(np.clip(action * self.force, -2, 2))
+            return obs, self.reward * reward, over or self.t == self.limit, *rest
 
     for name, kwargs in {
+        "Clock": {"limit": 50},
         "Small": {"reward": 1e-3},
         "Large": {"reward": 1e3},
         "Milli": {"force": 1e-3, "bound": 2e3},
