@@ -20,6 +20,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,6 +77,24 @@ def installed(monkeypatch, **packages: bool):
     for name, there in packages.items():
         if not there:
             monkeypatch.setitem(sys.modules, name, None)
+
+
+class Waits(TorchDispatchMode):
+    """Notes what a host would have to wait for."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.calls = [], 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name, self.calls = function.overloadpacket.__name__, self.calls + 1
+        if name in ("_local_scalar_dense", "nonzero", "equal", "item", "unique", "masked_select"):
+            self.found.append(name)
+        if name == "index" and any(
+            x is not None and x.dtype == torch.bool for x in (args[1] if len(args) > 1 else ())
+        ):
+            self.found.append("a mask as an index")
+        return function(*args, **(kwargs or {}))
 
 
 class Clockwork(gym.Env):

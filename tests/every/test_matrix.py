@@ -614,7 +614,7 @@ def test_a_script_alone_in_an_empty_folder(script, tmp_path):
         return done.stdout
 
     flags = SMALL[script].replace("toys:", "mine:")
-    flags += ''' --env-kwargs '{"fault":"stop"}' --total-timesteps 96'''
+    flags += """ --env-kwargs '{"fault":"stop"}' --total-timesteps 96"""
     start = f"{sys.executable} own.py {flags} --run-dir 'a run'"
     (again,) = re.findall("go on with: (.*)", call(start, 128 + signal.SIGTERM))
     (play,) = re.findall("play with: (.*)", call(f"{again} --env-workers 2 --env-kwargs '{{}}'", 0))
