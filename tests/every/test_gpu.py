@@ -79,28 +79,3 @@ def test_learning_on_a_gpu_is_learning_on_a_cpu(name, tmp_path, monkeypatch):
     if name in EVALUATED:
         argv = f"--evaluate {tmp_path / '--cuda'} --eval-episodes 2{named}"
         assert np.isfinite(script.evaluate(script.parse_args(shlex.split(argv)))).all()
-
-
-@pytest.mark.parametrize("name", ["ppo", "ppo_continuous_action"])
-def test_numpy_acts_as_the_network_on_the_device(name):
-    """`numpy_actor` is made from parameters on a GPU, and made anew when they have changed."""
-    script = the_script(name)
-    args = script.parse_args(shlex.split(FLAGS[name]))
-    with script.contextlib.closing(script.make_envs(args, 4, {})) as envs:
-        agent = script.Agent(envs, args).to("cuda")
-        obs = np.random.default_rng(0).normal(size=(64, *envs.obs.shape[1:])).astype(np.float32)
-    tensor = torch.as_tensor(obs, device="cuda")
-    acted = []
-    for _ in range(2):
-        acted.append(script.numpy_actor(agent)(obs))
-        with torch.no_grad():
-            if name == "ppo":
-                wanted = agent.actor(tensor).argmax(dim=-1)
-            else:
-                mean = agent.actor_mean(agent.normalize(tensor))
-                wanted = agent.origin + agent.unit * mean
-            for p in agent.parameters():
-                p += 0.1 * torch.randn_like(p)
-        same = np.reshape(acted[-1], wanted.shape)
-        np.testing.assert_allclose(same, wanted.cpu().numpy(), atol=1e-4)
-    assert not np.array_equal(*acted)

@@ -154,25 +154,6 @@ def command(cell: str, script) -> object:
     return script.parse_args(shlex.split(found))
 
 
-CLEANRL = {"norm_adv": True, "max_grad_norm": 0.5, "gamma": 0.99, "gae_lambda": 0.95}
-CLEANRL |= {"clip_coef": 0.2, "clip_vloss": True}
-OWN = {
-    ppo: {"learning_rate": 2.5e-4, "update_epochs": 4, "num_steps": 128, "num_minibatches": 4,
-          "num_envs": 4, "ent_coef": 0.01},
-    ppo_continuous_action: {
-        "learning_rate": 3e-4, "update_epochs": 10, "num_steps": 2048, "num_minibatches": 32,
-        "num_envs": 1, "ent_coef": 0.0, "log_std_init": 0.0, "scale_actions": False,
-        "target_kl": None},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("script", OWN, ids=lambda x: x.__name__)
-def test_the_defaults_of_cleanrl(script):
-    args = vars(command(here("its defaults", "From CleanRL"), script))
-    theirs = CLEANRL | OWN[script]
-    assert {name: args[name] for name in theirs} == theirs
-
-
 def test_stable_baselines3s_defaults():
     args = command(here("SB3's defaults"), ppo_continuous_action)
     theirs = inspect.signature(stable_baselines3.PPO).parameters
@@ -191,7 +172,7 @@ def test_stable_baselines3s_defaults():
     assert theirs["vf_coef"].default == args.vf_coef * 0.5
 
 
-@pytest.mark.parametrize("script", OWN, ids=lambda x: x.__name__)
+@pytest.mark.parametrize("script", GYMNASIUM[:2], ids=lambda x: x.__name__)
 def test_predict_and_action_probability(script):
     """What the page types into Python, by the definitions of the distributions."""
     agent, _ = script.load(train(script, "--run-dir run"))

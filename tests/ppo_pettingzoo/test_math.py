@@ -374,20 +374,6 @@ def test_a_saved_policy_acts_for_one_agent_and_for_all(tmp_path):
     assert {agent.act(scout, agent.noise(1), infos)["scout"] for _ in range(99)} == valid
 
 
-def test_a_saved_policy_acts_in_mpe2_as_its_users_write_it(tmp_path):
-    from mpe2 import simple_speaker_listener_v4
-
-    script.train(parse(f"{SMALL} --run-dir {tmp_path / 'run'} --total-timesteps 64"))
-    agent, args = script.load(tmp_path / "run")
-    env = simple_speaker_listener_v4.parallel_env()
-    observations, infos = env.reset(seed=1)
-    steps = 0
-    while env.agents:
-        observations, rewards, *_ = env.step(agent.act(observations))
-        steps += 1
-    assert (args.env_id, steps) == (SPEAKER, 25)
-
-
 # --- environments ---------------------------------------------------------------------------------
 def test_modules_that_a_folder_may_name():
     """Those of packages that are known."""
