@@ -9,10 +9,11 @@ import numpy as np
 import tyro
 
 from benchmark import data, stats
-from benchmark.programs import aligned, refuse
-from benchmark.report import Group, Metric, group, must_have, number, only
+from benchmark.data import Group, Metric
+from benchmark.programs import aligned, number, refuse
 
 LEVEL = 0.05
+ENOUGH = 5  # seeds: with fewer, an interval over seeds is too narrow
 
 
 class Judgement(NamedTuple):
@@ -41,6 +42,25 @@ def judge(
     return Judgement(probability, low, high, p, verdict)
 
 
+def in_words(a: list[np.ndarray], b: list[np.ndarray], judged: Judgement) -> tuple[str, str]:
+    """A verdict and what is behind it: the interval, the test, the seeds that it would take."""
+    counts = {f"{len(x)} against {len(y)}" for x, y in zip(a, b, strict=True)}
+    seeds = counts.pop() if len(counts) == 1 else "so few"
+    least = stats.least_p(a, b)
+    if least >= LEVEL:
+        why = f"with {seeds} seeds no result could reach p < {LEVEL}: the smallest is {least:.3g}"
+        return "too few seeds to tell", why
+    words = f"95 % interval [{judged.low:.2f}, {judged.high:.2f}]"
+    if min(map(len, [*a, *b])) < ENOUGH:
+        words += f" (too narrow, for want of {ENOUGH} seeds)"
+    words += f", permutation p = {judged.p:.3g}"
+    if judged.verdict == "no evidence":
+        needed = stats.seeds_needed(judged.probability, len(a))
+        count = f"about {needed} seeds" if needed < 1000 else "1,000 seeds or more"
+        words += f"; at this P a power of 80 % takes {count} an environment"
+    return judged.verdict, words
+
+
 def comparable(groups: Iterable[Group], metric: str) -> dict[str, Group]:
     """An algorithm's groups of two or more finished seeds of one length, by environment."""
     return {own.env_id: own for own in groups if not own.mixed and len(own.scores(metric)) > 1}
@@ -64,7 +84,7 @@ def effect(
     return pairs, judge(before, after)
 
 
-def show(title: str, pairs: list[tuple[Group, Group]], judgement: Judgement, metric: str):
+def show(title: str, pairs: list[tuple[Group, Group]], judged: Judgement, metric: str):
     """Print one comparison."""
     olds = [own.scores(metric) for own, _ in pairs]
     news = [own.scores(metric) for _, own in pairs]
@@ -73,22 +93,9 @@ def show(title: str, pairs: list[tuple[Group, Group]], judgement: Judgement, met
         numbers = [number(stats.iqm(a)), number(stats.iqm(b)), f"{stats.improvement(b, a):.2f}"]
         note = f"A: {old.budget}, B: {new.budget}" if old.budget != new.budget else ""
         rows.append([old.env_id, str(len(a)), str(len(b)), *numbers, note])
-    print(f"{title}, {metric}\n{aligned(rows, left=(0, 6))}")
-    probability, low, high, p, verdict = judgement
-    line = f"P(B > A) = {probability:.2f}, 95 % interval [{low:.2f}, {high:.2f}]"
-    print(f"  mean: {line}, permutation p = {p:.3g}")
-    more = ""
-    if verdict == "no evidence":
-        seeds = stats.seeds_needed(probability, len(pairs))
-        count = f"about {seeds} seeds" if seeds < 1000 else "1,000 seeds or more"
-        more = f"; at this P a power of 80 % takes {count} an environment"
-    print(f"  {verdict}{more}")
-    least = stats.least_p(olds, news)
-    if least >= LEVEL:
-        counts = {f"{len(a)} against {len(b)}" for a, b in zip(olds, news, strict=True)}
-        few = counts.pop() if len(counts) == 1 else "so few"
-        print(f"  with {few} seeds no result could reach p < {LEVEL}: the smallest is {least:.3g}")
-    print()
+    verdict, why = in_words(olds, news, judged)
+    print(f"{title}, {metric} returns\n{aligned(rows, left=(0, 6))}")
+    print(f"  mean: P(B > A) = {judged.probability:.2f}, {why}\n  {verdict}\n")
 
 
 def compare(
@@ -102,10 +109,11 @@ def compare(
 
     P(B > A) is the probability that a run of B scores above one of A. The verdict is "improved" or
     "worse" if its 95 % interval excludes 1/2 and a permutation test has p < 0.05. Otherwise it is
-    "no evidence". An environment takes part if A and B have two finished seeds of one length of
-    training. Each algorithm is tested by itself, so one in twenty seems to have changed without
-    cause. The exit code is 1 if something is worse, if a run of B is not finished, or if B lacks
-    what A has. It is 2 if A and B have nothing in common.
+    "no evidence" or, if so many seeds can give none, "too few seeds to tell". An environment takes
+    part if A and B have two finished seeds of one length of training. Each algorithm is tested by
+    itself, so one in twenty seems to have changed without cause. The exit code is 1 if something is
+    worse, if a run of B is not finished, or if B lacks what A has. It is 2 if A and B have nothing
+    in common.
 
     Args:
         a: folder of the old runs.
@@ -116,51 +124,39 @@ def compare(
     """
     if b is None and algorithm is None:
         refuse("compare takes two folders, or one and --algorithm X Y")
-    old_runs = data.find([a])
-    new_runs = data.find([b]) if b else old_runs
-    if env_ids:
-        must_have(old_runs + new_runs, "env_id", env_ids)
-        old_runs = only(old_runs, "env_id", env_ids)
-        new_runs = only(new_runs, "env_id", env_ids)
-    old = group(old_runs)
-    new = group(new_runs)
-    old_names = sorted({own.algorithm for own in old})
-    new_names = sorted({own.algorithm for own in new})
-    pairs = [algorithm] if algorithm else [(name, name) for name in old_names]
+    old_runs = data.only(data.find([a]), "env_id", env_ids)
+    new_runs = data.only(data.find([b]), "env_id", env_ids) if b else old_runs
+    old = data.group(old_runs)
+    new = data.group(new_runs)
+    names = sorted({own.algorithm for own in old})
     print(f"A, the old: {a}\nB, the new: {b or a}\n")
-    for run in old_runs:
-        if run.status == "unreadable":
-            print(f"A is without {run.reason}\n")
+    print("".join(f"A is without {run.reason}\n" for run in old_runs if run.status == "unreadable"))
     verdicts = []
-    gone = []
-    unfinished = []
+    lacks = []
+    pairs = [algorithm] if algorithm else [(name, name) for name in names]
     for x, y in pairs:
         mine = [own for own in old if own.algorithm == x]
         theirs = [own for own in new if own.algorithm == y]
-        both, judgement = effect(mine, theirs, metric)
+        both, judged = effect(mine, theirs, metric)
         if both:
-            show(x if x == y else f"A {x}, B {y}", both, judgement, metric)
-            verdicts.append(judgement.verdict)
-        common = {own.env_id for own, _ in both}
-        left_out = sorted({own.env_id for own in mine + theirs} - common)
+            show(x if x == y else f"A {x}, B {y}", both, judged, metric)
+            verdicts.append(judged.verdict)
+        left_out = {own.env_id for own in mine + theirs} - {own.env_id for own, _ in both}
+        why = "two finished seeds of one length"
         if left_out:
-            why = "left out for want of two finished seeds of one length"
-            print(f"{x}: {why}: {', '.join(left_out)}\n")
-        for env_id in left_out:
-            if not algorithm and env_id in comparable(mine, metric):
-                gone.append(f"{env_id} {x}: two finished seeds of one length")
-    compared = {y for _, y in pairs}
+            print(f"{x}: left out for want of {why}: {', '.join(sorted(left_out))}\n")
+        if not algorithm:
+            had = sorted(left_out & comparable(mine, metric).keys())
+            lacks += [f"{env_id} {x}: {why}" for env_id in had]
     for run in new_runs:
         lost = run.status != "finished" or not np.isfinite(run.score(metric))
-        if run.status == "unreadable" or (run.algorithm in compared and lost):
+        if run.status == "unreadable" or (lost and run.algorithm in {y for _, y in pairs}):
             words = f"{run.env_id} seed {run.seed}: {run.status} {run.reason}"
-            unfinished.append(words.rstrip())
-    if not verdicts and not unfinished:
-        refuse(
-            "no environment on which both have two finished seeds of one algorithm; "
-            f"A has {', '.join(old_names)}; B has {', '.join(new_names)}"
-        )
-    for line in gone + unfinished:
+            lacks.append(words.rstrip())
+    for line in lacks:
         print(f"B lacks {line}", file=sys.stderr)
-    if gone or unfinished or "worse" in verdicts:
+    if not verdicts:
+        others = ", ".join(sorted({own.algorithm for own in new}))
+        refuse(f"nothing to compare: A has {', '.join(names)}; B has {others}")
+    if lacks or "worse" in verdicts:
         raise SystemExit(1)

@@ -14,25 +14,26 @@ import contextlib
 import csv
 import gzip
 import io
+import itertools
 import json
-import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from benchmark.programs import read_bytes, refuse, write_bytes, write_json
+from benchmark.programs import refuse, write_bytes, write_json
 
 PUBLISHED = Path(__file__).resolve().parent / "published"
 SCALES = PUBLISHED / "scales.csv"
 ANCHORS = PUBLISHED / "anchors.csv"
 COLUMNS = ("global_step", "seconds", "return", "length")
-MOST_TABLE = 256 * 2**20  # bytes of a table, some 8 million episodes
-MOST_JSON = 16 * 2**20  # bytes of a run.json or job.json
-LARGEST = 1e30  # a return beyond it can't be drawn, nor its square summed
+GAMES = 100  # training episodes whose mean is a training score
+Metric = Literal["training", "evaluation"]
 
 
 @dataclass
@@ -61,7 +62,7 @@ class Run:
     def algorithm(self) -> str:
         return self.script if self.variant == "default" else f"{self.script} {self.variant}"
 
-    def score(self, metric: str, games: int = 100) -> float:
+    def score(self, metric: str, games: int = GAMES) -> float:
         """Mean return of the last `games` training episodes or, in evaluation, of the episodes
         that the final policy played; nan if there is none, or if one is not finite."""
         values = self.evaluation if metric == "evaluation" else self.returns[-games:]
@@ -70,303 +71,126 @@ class Run:
         return float(np.mean(values))
 
 
-def plain(value: object, most: int = 500) -> str:
-    """A value as printable text on one line, of at most `most` characters."""
-    text = "".join(c if c.isprintable() else " " for c in str(value or ""))
-    return text if len(text) <= most else f"{text[: most - 3]}..."
-
-
-def without_module(env_id: str) -> str:
-    """An environment's id without its module: Id for package.module:Id."""
-    return re.sub(r"^[\w.]+:", "", env_id)
+# --- files of a run -------------------------------------------------------------------------------
 
 
 def slug(env_id: str) -> str:
-    """An environment's id without its module, as a folder's name; ValueError if it can't be one."""
-    name = without_module(env_id).replace("/", "-")
-    if name in ("", ".", "..") or name != plain(name) or len(name.encode()) > 200:
-        raise ValueError(f"{env_id!r} can't name a folder")
-    return name
+    """An environment's id without its module, as a folder's name."""
+    return re.sub(r"^[\w.]+:", "", env_id).replace("/", "-")
 
 
-def read_table(text: str) -> np.ndarray:
-    """The rows [episodes, 4] of an episodes.csv; a last row cut off in mid-write is left out.
-
-    ValueError if it holds anything else: another header, words, rows of other widths, steps that
-    go back (perhaps two runs wrote into one file), or numbers too large to be scores.
-    """
-    whole = text[: text.rfind("\n") + 1].replace("\r\n", "\n")
-    header, _, body = whole.partition("\n")
-    if not whole and ",".join(COLUMNS).startswith(text):  # it is about to be written
-        return np.empty((0, len(COLUMNS)))
-    if tuple(header.split(",")) != COLUMNS:
-        raise ValueError(f"not a table of episodes: the columns are {(header or text)[:80]}")
+def read_table(path: Path) -> np.ndarray:
+    """The rows [episodes, 4] of an episodes.csv, packed or not; a last row cut off in mid-write is
+    left out. ValueError if it holds anything else, or if steps go back: perhaps two runs wrote."""
+    content = path.read_bytes()
+    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+    header, _, body = text[: text.rfind("\n") + 1].partition("\n")
+    if header and header.strip() != ",".join(COLUMNS):
+        raise ValueError(f"not a table of episodes: the columns are {header[:80]}")
     if not body.strip():
         return np.empty((0, len(COLUMNS)))
-    try:
-        table = np.loadtxt(io.StringIO(body), delimiter=",", ndmin=2, comments=None)
-    except ValueError as error:  # after a semicolon it advises the programmer
-        raise ValueError(f"not a table of episodes: {str(error).partition(';')[0]}") from None
-    if table.shape[1] != len(COLUMNS) or not np.isfinite(table[:, [0, 1, 3]]).all():
-        raise ValueError("not a table of episodes: a row lacks a step or a time or a length")
-    steps = table[:, 0]
-    if steps[0] < 0 or (np.diff(steps) < 0).any():
+    table = np.loadtxt(io.StringIO(body), delimiter=",", ndmin=2, comments=None)
+    if table.shape[1] != len(COLUMNS) or (np.diff(table[:, 0]) < 0).any():
         raise ValueError("not a table of one run's episodes: global_step goes back")
-    finite = table[np.isfinite(table)]
-    if abs(finite).max() > LARGEST:
-        raise ValueError(f"not a table of episodes: a number is beyond {LARGEST:g}")
     return table
-
-
-def read_text(path: Path) -> str:
-    """An episodes.csv, packed or not; ValueError if it is larger than MOST_TABLE."""
-    content = read_bytes(path, MOST_TABLE)
-    if path.suffix == ".gz":
-        with gzip.open(io.BytesIO(content)) as file:
-            content = file.read(MOST_TABLE + 1)
-        if len(content) > MOST_TABLE:
-            raise ValueError(f"{path.name} holds more than {MOST_TABLE:,} bytes")
-    return content.decode("utf-8-sig")
-
-
-def load_json(path: Path) -> dict:
-    """A JSON file's content; ValueError if it is no object, OSError if it can't be read."""
-    try:
-        content = json.loads(read_bytes(path, MOST_JSON).decode())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path.name} is no JSON object: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name} is no JSON object")
-    return content
 
 
 def read_json(path: Path) -> dict:
     """A JSON file's content; empty if there is none or it can't be read."""
-    try:
-        return load_json(path)
-    except (OSError, ValueError):
-        return {}
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(path.read_text())
+    return {}
 
 
-def there(path: Path) -> bool:
-    """Whether anything has this name, even a link that leads nowhere."""
-    return os.path.lexists(path)
-
-
-def told(info: dict, job: dict) -> dict:
+def with_starts(info: dict, job: dict) -> dict:
     """The content of run.json, completed by what `run` recorded when the run began."""
     first, *later = job.get("starts") or [{}]
-    info = first | info
-    own = info.get("versions")
-    if isinstance(own, dict) and first:
-        if later:  # run.json has the versions of the last start
-            info["versions"] = own | first["versions"]
-        else:
-            info["versions"] = first["versions"] | own
-    if later:  # the run was resumed with another source, hardware or versions
-        info["resumed_with"] = later
-    return info
+    versions = info.get("versions", {}) | first.get("versions", {})
+    resumed = {"resumed_with": later} if later else {}  # another source, hardware or versions
+    return first | info | {"versions": versions} | resumed
 
 
-def typed(name: str, value: object, kind: type):
-    """The value; ValueError if it is of another kind."""
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} is {value!r:.80}, which is no {kind.__name__}")
-    return value
-
-
-def whole(name: str, value: object) -> int:
-    """A value as a whole number, also if it is text; ValueError if it is none."""
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        if int(value) == float(value):
-            return int(value)
-    raise ValueError(f"{name} is {value!r:.80}, which is no whole number")
-
-
-def make_run(info: dict, text: str, job: dict) -> Run:
-    """A run from its run.json, the text of its episodes.csv and its job.json ({} if there is none).
-    ValueError if something in them can't be used."""
-    table = read_table(text)
-    info = told(info, job)
-    args = typed("args", info.get("args") or {}, dict)
+def make_run(info: dict, table: np.ndarray, job: dict) -> Run:
+    """A run from its run.json, its episodes and its job.json ({} if there is none). An error if
+    something in them can't be used."""
+    info = with_starts(info, job)
+    args = info.get("args") or {}
     hardware = info.get("hardware") or {}
     if not isinstance(hardware, dict):
         hardware = {"cpu": hardware}
-    env_id = job.get("env_id") or args.get("env_id")
-    seed = job.get("seed", info.get("seed", args.get("seed")))
-    if not env_id or seed is None:
-        raise ValueError("nothing says of which environment and seed it is")
-    env_id = typed("env_id", env_id, str)
-    script = job.get("script") or Path(typed("script", info.get("script", "unknown"), str)).stem
+    script = job.get("script") or Path(info.get("script", "unknown")).stem
     name = args.get("exp_name") or script
-    seconds = info.get("wall_seconds")
-    if not seconds:
-        seconds = table[-1, 1] if len(table) else np.nan
-    variant = job.get("variant")
-    if not variant:
-        variant = "default" if name == script else name
-    status = info.get("status") or "missing"
-    if job.get("reason"):
-        status = "failed"
+    seconds = info.get("wall_seconds") or (table[-1, 1] if len(table) else np.nan)
     budget = ""
     if args.get("num_episodes"):
-        budget = f"{whole('num_episodes', args['num_episodes']):,} episodes"
+        budget = f"{int(args['num_episodes']):,} episodes"
     elif args.get("total_timesteps"):
-        budget = f"{whole('total_timesteps', args['total_timesteps']):,} steps"
-    words = {
-        "env_id": without_module(env_id),
-        "script": script,
-        "variant": variant,
-        "status": status,
-        "reason": job.get("reason"),
-        "budget": budget,
-        "commit": info.get("git_commit"),
-        "cpu": hardware.get("cpu"),
-        "gpu": hardware.get("gpu"),
-    }
+        budget = f"{int(args['total_timesteps']):,} steps"
     return Run(
-        **{name: plain(value) for name, value in words.items()},
-        seed=whole("seed", seed),
+        env_id=re.sub(r"^[\w.]+:", "", job.get("env_id") or args["env_id"]),
+        script=script,
+        variant=job.get("variant") or ("default" if name == script else name),
+        seed=int(job["seed"] if "seed" in job else info.get("seed", args.get("seed"))),
+        status="failed" if job.get("reason") else info.get("status") or "missing",
+        reason=job.get("reason") or "",
         info=info,
         steps=table[:, 0],
         seconds=table[:, 1],
         returns=table[:, 2],
-        evaluation=scores(info.get("evaluation") or []),
+        evaluation=np.array(info.get("evaluation") or [], float),
+        budget=budget,
         hours=float(seconds) / 3600,
+        commit=str(info.get("git_commit") or ""),
+        cpu=str(hardware.get("cpu") or ""),
+        gpu=str(hardware.get("gpu") or ""),
     )
-
-
-def scores(values: list) -> np.ndarray:
-    """Returns of the final policy [episodes]; ValueError if the values are no returns."""
-    returns = np.array(typed("evaluation", values, list), float)
-    if returns.ndim != 1 or (abs(returns[np.isfinite(returns)]) > LARGEST).any():
-        raise ValueError("evaluation is no list of returns")
-    return returns
-
-
-def unreadable(place: Path, job: dict, error: Exception) -> Run:
-    """A stand-in for a run whose files can't be used."""
-    kinds = {"env_id": str, "script": str, "variant": str, "seed": int}
-    said = {name: job[name] for name, kind in kinds.items() if isinstance(job.get(name), kind)}
-    said = {"env_id": "unknown", "script": "unknown", "seed": 0} | said
-    run = make_run({}, "", said)
-    run.status = "unreadable"
-    run.reason = plain(f"{place}: {error or type(error).__name__}")
-    return run
-
-
-def read_folder(folder: Path, job: dict | None = None) -> Run:
-    """A run from its folder, which may be missing or half-made."""
-    table = folder / "episodes.csv"
-    path = folder / "run.json"
-    played = folder.parent / "evaluation.json"
-    info = load_json(path) if there(path) else {}
-    if there(path) and not info:
-        raise ValueError("run.json is no JSON object with anything in it")
-    if job and there(played):
-        returns = load_json(played).get("returns")
-        info["evaluation"] = typed(f"returns in {played.name}", returns, list)
-    return make_run(info, read_text(table) if there(table) else "", job or {})
-
-
-def read_job(folder: Path) -> Run:
-    """A job of `run`, begun or not, from its folder."""
-    job = load_json(folder / "job.json")
-    if not job:
-        raise ValueError("job.json is no JSON object with anything in it")
-    run = folder / "run"
-    if there(run) and not run.is_dir():
-        raise ValueError("run is no folder")
-    return read_folder(run, job)
-
-
-def read_committed(path: Path) -> Run:
-    """A run from its table in results; `path` is that of the .json."""
-    text = read_text(path.with_suffix(".csv.gz"))
-    variant = path.stem.rpartition("-s")[0]
-    job = {"script": path.parent.name, "variant": variant}  # run.json names what that one imports
-    return make_run(load_json(path), text, job)
-
-
-def read(place: Path) -> Run:
-    """The run at a place or, if its files can't be used, a stand-in that says why."""
-    job = read_json(place / "job.json")
-    try:
-        run = read_place(place)
-    except Exception as error:  # of any kind: one bad run must not cost the report
-        run = unreadable(place, job, error)
-    run.place = place
-    return run
 
 
 def read_place(place: Path) -> Run:
     """The run at a place: a committed one, a job's or a script's own. An error if there is none."""
-    if place.suffix == ".json" and not is_run(place):
-        return read_committed(place)
-    if there(place / "job.json"):
-        return read_job(place)
-    if there(place / "run.json"):
-        return read_folder(place)
-    list(place.iterdir())  # the error, if it still can't be listed
-    raise ValueError("it could not be listed, or its run is gone")
+    if place.suffix == ".json":
+        # run.json names the script that the program imports, so the folder's name counts
+        job = {"script": place.parent.name, "variant": place.stem.rpartition("-s")[0]}
+        return make_run(
+            json.loads(place.read_text()), read_table(place.with_suffix(".csv.gz")), job
+        )
+    job = {}
+    folder = place
+    if (place / "job.json").exists():
+        job = json.loads((place / "job.json").read_text())
+        folder = place / "run"
+    info = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else {}
+    if job and (place / "evaluation.json").exists():
+        info["evaluation"] = json.loads((place / "evaluation.json").read_text())["returns"]
+    path = folder / "episodes.csv"
+    return make_run(info, read_table(path) if path.exists() else np.empty((0, 4)), job)
 
 
-def real(path: Path) -> Path:
-    """Where a path leads; never an error, as with links in a circle."""
-    return Path(os.path.realpath(path))
+def read(place: Path) -> Run:
+    """The run at a place or, if its files can't be used, a stand-in that says why."""
+    try:
+        run = read_place(place)
+    except Exception as error:  # of any kind: one bad run must not cost the report
+        job = {"env_id": "unknown", "script": "unknown", "seed": 0} | read_json(place / "job.json")
+        job = {name: job[name] for name in ("env_id", "script", "seed")}
+        run = make_run({}, np.empty((0, 4)), job)
+        run.status = "unreadable"
+        run.reason = f"{place}: {error!r}"
+    run.place = place
+    return run
 
 
-def is_run(folder: Path) -> bool:
-    """Whether a folder is a job's or a run's, whatever its files hold."""
-    return there(folder / "job.json") or there(folder / "run.json")
-
-
-def entries(folder: Path) -> tuple[list[Path], list[Path]]:
-    """What may hold runs in a folder, sorted by name: (folders and committed tables, links)."""
-    plain = []
-    links = []
+def search(folder: Path) -> Iterator[Path]:
+    """The places of runs in or under a folder, sorted by name. Links are not followed."""
+    if not folder.is_dir():
+        refuse(f"{folder}: no such folder")
+    if (folder / "job.json").exists() or (folder / "run.json").exists():
+        yield folder
+        return
     for path in sorted(folder.iterdir()):
-        committed = path.suffix == ".json" and there(path.with_suffix(".csv.gz"))
-        if path.is_symlink():
-            links.append(path)
-        elif committed or path.is_dir():
-            plain.append(path)
-    return plain, links
-
-
-def search(top: Path) -> Iterator[Path]:
-    """The places of runs in or under a folder, each once. A link adds nothing if it leads to one of
-    them, or to a folder that holds them all. A folder that can't be listed counts as a place."""
-    if not top.is_dir():
-        refuse(f"{top}: no such folder")
-    start = real(top)
-    seen = set()  # real paths
-    runs = set()  # those of them that hold a run
-    left = [(top, start)]
-    links = []  # they come last, so that a run is found under its own name
-    while left or links:
-        if left:
-            path, here = left.pop()
-        else:
-            path = links.pop(0)
-            here = real(path)
-            if here in start.parents or not runs.isdisjoint(here.parents):
-                continue
-        if here in seen:
-            continue
-        seen.add(here)
-        if is_run(path):
-            runs.add(here)
-            yield path
-        elif os.path.isdir(path):  # noqa: PTH112, which is no error where it may not look
-            try:
-                more, later = entries(path)
-            except OSError:
-                yield path
-                continue
-            left += [(own, here / own.name) for own in reversed(more)]
-            links += later
-        elif path.suffix == ".json" and there(path.with_suffix(".csv.gz")):
+        if path.is_dir() and not path.is_symlink():
+            yield from search(path)
+        elif path.suffix == ".json" and path.with_suffix(".csv.gz").exists():
             yield path
 
 
@@ -375,21 +199,18 @@ def find(folders: Iterable[Path]) -> list[Run]:
 
     Refuses folders without a run, and two runs that claim the same place.
     """
-    runs = []
-    places = {}
-    for place in (place for folder in folders for place in search(Path(folder))):
+    runs = {}
+    for place in itertools.chain(*map(search, map(Path, folders))):
         run = read(place)
-        key = (run.env_id, run.algorithm, run.seed)
-        if run.status != "unreadable" and places.setdefault(key, place) is not place:
-            refuse(
-                f"{place}: a second run of {run.algorithm} on {run.env_id} with seed {run.seed}, "
-                f"the first is in {places[key]}; report them apart, or give one another "
-                "--variant or --exp-name"
-            )
-        runs.append(run)
+        bad = run.status == "unreadable"
+        first = runs.setdefault(place if bad else (run.env_id, run.algorithm, run.seed), run)
+        if first is not run:
+            what = f"{run.algorithm} on {run.env_id} with seed {run.seed}"
+            how = "report them apart, or give one another --variant or --exp-name"
+            refuse(f"{place}: a second run of {what}, the first is in {first.place}; {how}")
     if not runs:
         refuse(f"no runs in {', '.join(map(str, folders)) or 'no folder'}")
-    return sorted(runs, key=lambda run: (run.env_id, run.algorithm, run.seed))
+    return sorted(runs.values(), key=lambda run: (run.env_id, run.algorithm, run.seed))
 
 
 def committed(job: dict, results: Path) -> Path:
@@ -401,11 +222,11 @@ def committed(job: dict, results: Path) -> Path:
 def commit(run_folder: Path, job: dict, evaluation: list[float], results: Path):
     """Write a run into `results`: its table, with whole seconds and returns of two decimals, and
     its run.json, with what `run` knows of it."""
-    table = read_table(read_text(run_folder / "episodes.csv"))
+    table = read_table(run_folder / "episodes.csv")
     text = io.StringIO()
     head = ",".join(COLUMNS)
     np.savetxt(text, table, fmt="%d,%.0f,%.2f,%d", header=head, comments="")
-    info = {"seed": job["seed"]} | told(load_json(run_folder / "run.json"), job)
+    info = {"seed": job["seed"]} | with_starts(read_json(run_folder / "run.json"), job)
     info["args"] = {"env_id": job["env_id"]} | (info.get("args") or {})  # if it has no such entry
     if len(table):
         info["global_step"] = int(table[-1, 0])
@@ -419,13 +240,66 @@ def commit(run_folder: Path, job: dict, evaluation: list[float], results: Path):
     write_json(path, info)
 
 
+# --- groups of runs -------------------------------------------------------------------------------
+
+
 @dataclass
-class Scale:
+class Group:
+    """The runs of an algorithm on an environment, by seed, all trained equally long."""
+
+    env_id: str
+    algorithm: str
+    budget: str
+    mixed: bool  # this algorithm has runs of another budget on this environment
+    runs: list[Run]
+
+    @property
+    def finished(self) -> list[Run]:
+        return [run for run in self.runs if run.status == "finished"]
+
+    def scores(self, metric: str) -> np.ndarray:
+        """Scores [seeds] of the finished runs that have one."""
+        values = np.array([run.score(metric) for run in self.finished])
+        return values[np.isfinite(values)]
+
+
+def group(runs: Iterable[Run]) -> list[Group]:
+    """Groups of runs, each of one budget. A run that tells none, as one that has not begun, joins
+    the largest group. Runs that can't be read are in none."""
+    by_place = defaultdict(list)
+    for run in runs:
+        if run.status != "unreadable":
+            by_place[run.env_id, run.algorithm].append(run)
+    groups = []
+    for place, members in by_place.items():
+        lengths = [run.budget for run in members if run.budget]
+        usual = max(lengths, key=lengths.count, default="")
+        by_length = defaultdict(list)
+        for run in members:
+            by_length[run.budget or usual].append(run)
+        groups += [Group(*place, name, len(by_length) > 1, own) for name, own in by_length.items()]
+    return groups
+
+
+def only(runs: list[Run], name: str, wanted: Iterable[str]) -> list[Run]:
+    """The runs with such an env_id or algorithm, and those that can't be read; all if nothing is
+    wanted. Refuses an env_id or algorithm of which there is no run."""
+    there = sorted({getattr(run, name) for run in runs})
+    if missing := sorted(set(wanted) - set(there)):
+        refuse(f"no run of {', '.join(missing)}; there are {', '.join(there)}")
+    wanted = wanted or there
+    return [run for run in runs if getattr(run, name) in wanted or run.status == "unreadable"]
+
+
+# --- other tables ---------------------------------------------------------------------------------
+
+
+class Scale(NamedTuple):
     """Scores are normalised to 0 at low and 1 at high."""
 
     low: float
     high: float
-    source: str = ""
+    source: str | None = None
 
 
 def cell(text: str | None) -> int | float | str | None:
@@ -444,17 +318,9 @@ def read_csv(path: Path) -> list[dict]:
 
 
 def read_scales(path: Path) -> dict[str, Scale]:
-    """Scales by environment, from a table of env_id, low, high, source; refuses other files."""
-    scales = {}
-    try:
-        for row in read_csv(path):
-            scale = Scale(float(row["low"]), float(row["high"]), row.get("source") or "")
-            if not -LARGEST < scale.low < scale.high < LARGEST:
-                raise ValueError(f"{row['env_id']}: low {scale.low} is not below high {scale.high}")
-            scales[str(row["env_id"])] = scale
-    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
-        refuse(f"--scales {path}: no table of env_id, low, high: {plain(error)}")
-    return scales
+    """Scales by environment, from a table of env_id, low, high, source."""
+    rows = read_csv(path)
+    return {row["env_id"]: Scale(row["low"], row["high"], row.get("source")) for row in rows}
 
 
 def read_anchors(path: Path) -> list[SimpleNamespace]:

@@ -4,32 +4,27 @@
     python benchmark/peers.py bare ppo.py --env-id CartPole-v1 --total-timesteps 100000
 
 `sb3` trains Stable-Baselines3's PPO with the script's hyper-parameters: the script's own parser
-reads the flags. An entropy bonus that falls stays constant there. If the script's hyper-parameters
-are not those of clipped PPO, SB3 gets CleanRL's settings for continuous actions. With --env-workers
-each of SB3's environments has its own process.
-`bare` steps the script's environments with random actions and does nothing else. Both leave a
-run.json with the number of environment steps. A script takes part if it has `parse_args` and
-`make_env`.
+reads the flags. An entropy bonus that falls stays constant there. With --env-workers each of SB3's
+environments has its own process. `bare` steps the script's environments with random actions and
+does nothing else. Both leave a run.json with the number of environment steps. A script takes part
+if it has `parse_args` and `make_env` and, for sb3, the flags of clipped PPO.
 """
 
 import importlib
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-CLEANRL = {
-    "num_envs": 1, "num_steps": 2048, "num_minibatches": 32, "update_epochs": 10,
-    "learning_rate": 3e-4, "anneal_lr": True, "gamma": 0.99, "gae_lambda": 0.95, "norm_adv": True,
-    "clip_coef": 0.2, "clip_vloss": True, "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": 0.5,
-    "target_kl": None, "log_std_init": 0.0, "scale_actions": False,
-}  # fmt: skip
+NEEDED = {
+    "bare": ("\ndef parse_args(", "\ndef make_env("),
+    "sb3": ("\ndef parse_args(", "\ndef make_env(", "\n    num_minibatches:", "\n    num_steps:"),
+}
 
 
-def fit(words: list[str]) -> bool:
-    """Whether a command's script can have peers."""
+def fit(kind: str, words: list[str]) -> bool:
+    """Whether a command's script can have such a peer."""
     text = "".join(Path(word).read_text() for word in words if word.endswith(".py"))
-    return "\ndef parse_args(" in text and "\ndef make_env(" in text
+    return all(part in text for part in NEEDED[kind])
 
 
 def parse(script: str, flags: list[str]):
@@ -41,14 +36,6 @@ def parse(script: str, flags: list[str]):
 
 
 # --- Stable-Baselines3 ----------------------------------------------------------------------------
-
-
-def clipped(args):
-    """The hyper-parameters that SB3 gets: the script's if it is clipped PPO, or else CleanRL's."""
-    if hasattr(args, "num_steps") and hasattr(args, "num_minibatches"):
-        return args
-    same = ("env_id", "seed", "total_timesteps", "cuda", "num_threads")
-    return SimpleNamespace(**CLEANRL | {name: getattr(args, name) for name in same})
 
 
 def sb3_envs(module, args):
@@ -69,7 +56,7 @@ def sb3_envs(module, args):
 
 
 def sb3_model(module, args):
-    """SB3's PPO with a clipped script's hyper-parameters."""
+    """SB3's PPO with a script's hyper-parameters."""
     import torch
     from stable_baselines3 import PPO
 
@@ -105,7 +92,6 @@ def sb3_model(module, args):
 
 def sb3(module, args) -> int:
     """Train SB3's PPO; returns the number of environment steps."""
-    args = clipped(args)
     model = sb3_model(module, args)
     batch = args.num_envs * args.num_steps
     if args.total_timesteps >= batch:  # a shorter run trains nothing, as in our scripts
@@ -135,10 +121,6 @@ def bare(module, args) -> int:
 
 def main(argv: list[str]):
     peers = {"sb3": sb3, "bare": bare}
-    if len(argv) < 2 or argv[0] not in peers or not Path(argv[1]).is_file() or not fit(argv[1:2]):
-        told = "give sb3 or bare, a script that has parse_args and make_env, and its flags"
-        print(f"peers.py: {told}", file=sys.stderr)
-        raise SystemExit(2)
     module, args = parse(argv[1], argv[2:])
     steps = peers[argv[0]](module, args)
     folder = args.run_dir or Path("runs", f"{argv[0]}__{args.seed}")

@@ -136,44 +136,29 @@ def permutation_test(x: Scores, y: Scores, resamples: int = 10_000, seed: int = 
     It takes all labellings if there are at most `resamples`, or else a random sample of them. P is
     linear in the sum of the ranks of X (Mann-Whitney), so only ranks are permuted.
     """
-    observed = abs(improvement(*x, *y) - 0.5)
-    if labellings(x, y) <= resamples:
-        permuted = every_labelling(x, y)
-        return float(np.mean(np.abs(permuted) >= observed - 1e-9))
-    rng = np.random.default_rng(seed)
-    permuted = np.zeros(resamples)
-    for a, b in zip(x, y, strict=True):
-        ranks = np.tile(pooled_ranks(a, b), (resamples, 1))
-        sums = rng.permuted(ranks, axis=1)[:, : len(a)].sum(axis=1)
-        permuted += beyond_half(sums, len(a), len(b)) / len(x)
-    return float((1 + np.sum(np.abs(permuted) >= observed - 1e-9)) / (1 + resamples))
-
-
-def pooled_ranks(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Ranks of all scores of an environment; ties share the mean of their ranks."""
     from scipy.stats import rankdata
 
-    return rankdata(np.concatenate([a, b]))
-
-
-def beyond_half(sums: np.ndarray, n: int, m: int) -> np.ndarray:
-    """P(X > Y) - 1/2 for n scores of X and m of Y, from the sums of the ranks of X."""
-    return (sums - n * (n + m + 1) / 2) / (n * m)
+    observed = abs(improvement(*x, *y) - 0.5)
+    every = labellings(x, y) <= resamples
+    rng = np.random.default_rng(seed)
+    found = np.zeros(1 if every else resamples)  # P(X > Y) - 1/2 of each labelling
+    for a, b in zip(x, y, strict=True):
+        n = len(a)
+        m = len(b)
+        ranks = rankdata(np.concatenate([a, b]))  # ties share the mean of their ranks
+        if every:
+            sums = np.array([sum(own) for own in combinations(ranks, n)])
+        else:
+            sums = rng.permuted(np.tile(ranks, (resamples, 1)), axis=1)[:, :n].sum(axis=1)
+        beyond = (sums - n * (n + m + 1) / 2) / (n * m * len(x))
+        found = np.add.outer(found, beyond).ravel() if every else found + beyond
+    reached = np.abs(found) >= observed - 1e-9
+    return float(reached.mean() if every else (1 + reached.sum()) / (1 + resamples))
 
 
 def labellings(x: Scores, y: Scores) -> int:
     """The number of ways to deal out the scores of each environment to X and Y."""
     return math.prod(math.comb(len(a) + len(b), len(a)) for a, b in zip(x, y, strict=True))
-
-
-def every_labelling(x: Scores, y: Scores) -> np.ndarray:
-    """P(X > Y) - 1/2 of each labelling, [labellings]."""
-    found = np.zeros(1)
-    for a, b in zip(x, y, strict=True):
-        sums = [sum(ranks) for ranks in combinations(pooled_ranks(a, b), len(a))]
-        own = beyond_half(np.array(sums), len(a), len(b)) / len(x)
-        found = np.add.outer(found, own).ravel()
-    return found
 
 
 def least_p(x: Scores, y: Scores) -> float:

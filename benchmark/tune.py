@@ -2,38 +2,30 @@
 
     STUDY/journal.log                         optuna's storage; processes and nodes may share it
     STUDY/<env>/<script>/trial-0007-s<seed>/  a run of a trial, a job as `run` has it
-    STUDY/trial-0007.lock                     held by the process that works on the trial
+    STUDY/lock                                held by the processes that work on the study
     STUDY/trials.csv                          all trials and their commits, written at the end
 
-A trial that has begun and is not locked was cut off. The next process goes on with it and repeats
-no finished run. A run's score is the mean return of its last 100 training episodes, scaled to
-0 ... 1 by --scales. A trial's score is the mean over seeds, then over environments. A single
-environment needs no scale.
+A trial that was stopped or killed is queued again, with its flags. It repeats no finished run, and
+goes on with the others. A run's score is the mean return of its last 100 training episodes, of
+several environments scaled to 0 ... 1 by --scales. A trial's score is the mean over seeds, then
+over environments.
 """
 
 import contextlib
 import csv
+import fcntl
 import math
-import os
 import shlex
-import signal
 import sys
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
-import numpy as np
-
 from benchmark import data, programs
-from benchmark.programs import at_least, lock, refuse, split
+from benchmark.programs import at_least, duration, number, refuse, split
 from benchmark.run import OURS, Work, plan
 
 KINDS = "NAME log LOW HIGH, float LOW HIGH, int LOW HIGH, choice VALUE VALUE ... or flag"
-
-# --- what is searched -----------------------------------------------------------------------------
 
 
 def dimension(text: str) -> tuple:
@@ -46,12 +38,10 @@ def dimension(text: str) -> tuple:
                 return name, CategoricalDistribution([True, False])
             case [name, "choice", *values] if len(set(values)) == len(values) > 1:
                 return name, CategoricalDistribution(values)
-            case [name, "int", low, high] if int(low) < int(high):
+            case [name, "int", low, high]:
                 return name, IntDistribution(int(low), int(high))
-            case [name, "log" | "float" as kind, low, top] if (
-                0 < float(top) - float(low) < math.inf
-            ):
-                return name, FloatDistribution(float(low), float(top), log=kind == "log")
+            case [name, "log" | "float" as kind, low, high] if math.isfinite(float(high)):
+                return name, FloatDistribution(float(low), float(high), log=kind == "log")
     refuse(f"--search {text!r}: give {KINDS}; LOW below HIGH, in log above 0")
 
 
@@ -61,19 +51,14 @@ def flag(name: str, value) -> str:
     return f"--{name}={value}"  # one word, because a value may begin with "-"
 
 
-def scales_of(env_ids: list[str], path: Path) -> dict[str, list[float]]:
-    """Returns that count as 0 and as 1, by environment; a single one without a scale is not
-    scaled."""
-    known = data.read_scales(path)
-    if len(env_ids) == 1:
-        known = {env_ids[0]: data.Scale(0.0, 1.0)} | known
-    for name in env_ids:
-        if name not in known:
-            refuse(f"--env-ids {name}: no scale in {path.name} to weigh it by; tune on it alone")
-    return {name: [known[name].low, known[name].high] for name in env_ids}
+def place(trial) -> int:
+    """The number by which a trial's runs are named: that of the trial that it goes on with."""
+    return trial.user_attrs.get("runs", trial.number)
 
 
-# --- a trial --------------------------------------------------------------------------------------
+def done(study) -> int:
+    states = [trial.state.name for trial in study.get_trials(deepcopy=False)]
+    return states.count("COMPLETE") + states.count("PRUNED")
 
 
 class Stopped(Exception):
@@ -86,195 +71,107 @@ class Search:
 
     command: str
     space: dict  # optuna's distribution of each flag
-    scales: dict[str, list[float]]  # by environment
+    scales: dict[str, list[float]]  # returns that count as 0 and as 1, by environment
     seeds: list[int]
     trials: int
     folder: Path
-    prune: bool
-    seed: int
-    stop: threading.Event = field(default_factory=threading.Event)
-    signal: int = 0  # the signal that has set it, and when
-    stopped_at: float = 0.0
+    stopped_by: int = 0  # a signal
     works: list[Work] = field(default_factory=list)
-    failed_before: int = 0  # trials; they don't count
 
-    def flags(self, params: dict) -> list[str]:
-        return [flag(name, params[name]) for name in self.space]
+    def flags(self, params: dict) -> str:
+        return shlex.join(flag(name, params[name]) for name in self.space)
 
-    def study(self):
-        """optuna's study, new or from its journal, whose last line is dropped if it was cut off."""
-        import optuna
-        from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
-
-        journal = self.folder / "journal.log"
-        try:
-            open(journal, "ab", opener=programs.no_link).close()
-        except OSError as error:
-            refuse(f"--study {self.folder}: {error}; give another folder")
-        held = JournalFileSymlinkLock(str(journal))  # other processes may write
-        held.acquire()
-        os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
-        held.release()
-        try:
-            return optuna.create_study(
-                storage=optuna.storages.JournalStorage(JournalFileBackend(str(journal))),
-                pruner=optuna.pruners.MedianPruner() if self.prune else optuna.pruners.NopPruner(),
-                study_name="tune",
-                direction="maximize",
-                load_if_exists=True,
-            )
-        except Exception as error:  # whatever else was done to it
-            refuse(f"--study {self.folder}: journal.log is damaged ({error}); give another folder")
-
-    def claim(self, study) -> tuple:
-        """A trial to work on and its lock, None if there are enough; and whether any trial is being
-        worked on. Trials that were cut off come before new ones."""
-        from optuna import samplers, trial
-
-        with lock(self.folder / "lock", wait=True):
-            trials = study.get_trials(deepcopy=False)
-            running = [t.number for t in trials if t.state.name == "RUNNING"]
-            new = [len(trials)] if len(trials) - self.failed_before < self.trials else []
-            for folder in self.folder.glob(f"*/*/trial-{len(trials):04}-s*"):
-                programs.remove(folder)  # its trial is not in the journal, which was cut
-            locks = ((n, lock(self.folder / f"trial-{n:04}.lock")) for n in running + new)
-            number, held = next((pair for pair in locks if pair[1]), (None, None))
-            if not held:
-                return None, None, bool(running)
-            # Another seed for each trial: processes must not all begin with the same one
-            seed = np.random.SeedSequence((self.seed, number)).generate_state(1)
-            study.sampler = samplers.TPESampler(seed=int(seed[0]))
-            begun = number in running
-            if begun and study.get_trials(deepcopy=False)[number].state.name != "RUNNING":
-                held.close()  # another process ended it before we had the lock
-                return None, None, True
-            mine = trial.Trial(study, trials[number]._trial_id) if begun else study.ask()
-            for name, values in self.space.items():
-                mine._suggest(name, values)
-        return mine, held, True
-
-    def on_signal(self, number, frame):
-        """Ask the scripts to save and stop; at a second signal, kill them."""
-        self.stopped_at = self.stopped_at or time.monotonic()
-        kill = time.monotonic() - self.stopped_at > 1  # uv sends two at once
-        self.signal = number
-        self.stop.set()
-        print("\nstopping after these iterations; Ctrl-C: at once", file=sys.stderr, flush=True)
+    def stop(self, number: int):
+        """Ask the scripts to save and stop."""
+        self.stopped_by = number
+        print("\nstopping after these iterations", file=sys.stderr, flush=True)
         for work in self.works:
-            work.stop(kill)
+            work.stop()
 
-    def train(self, number: int, env_id: str, seed: int, flags: list[str]) -> float:
+    def train(self, trial, env_id: str, seed: int) -> float:
         """Train or go on, unless the run is done; returns the scaled score."""
-        command = f"{self.command} {shlex.join(flags)}"
-        variant = f"trial-{number:04}"
+        command = f"{self.command} {self.flags(trial.params)}"
+        variant = f"trial-{place(trial):04}"
         (work,) = plan([env_id], command, range(seed, seed + 1), self.folder, variant, 0)
-        if work.broken:
-            raise ValueError(work.broken)
         self.works.append(work)
-        if self.stop.is_set():  # it was set just now
+        if self.stopped_by:  # just now
             work.stop()
         work()
-        ended = work.read()
-        if not ended["done"] and not ended["reason"]:
+        job = work.read()
+        if work.stopped and not job["done"]:
             raise Stopped
-        run = data.read(work.folder)
-        score = run.score("training") if ended["done"] else math.nan
+        score = data.read(work.folder).score("training") if job["done"] else math.nan
         if not math.isfinite(score):
-            reason = ended["reason"] or run.reason or f"its score is {score}"
+            reason = job["reason"] or f"its score is {score}"
             raise ValueError(f"{env_id}, seed {seed}: {reason}; {work.folder / 'log.txt'}")
+        print(f"  {work}: return {number(score)}", flush=True)
         low, high = self.scales[env_id]
         return (score - low) / (high - low)
 
-    def train_all(self, trial, flags: list[str]) -> tuple[dict, bool]:
-        """Scores by environment, and whether the trial was pruned; reports after each seed."""
+    def objective(self, trial) -> float:
+        """A trial's score; reports to the pruner after each seed."""
+        from optuna import TrialPruned
+
+        for name, values in self.space.items():
+            trial._suggest(name, values)
         scores = {env_id: [] for env_id in self.scales}
-        reported = trial.study.trials[trial.number].intermediate_values
         for k, seed in enumerate(self.seeds):
-            for env_id, mine in scores.items():
-                mine.append(self.train(trial.number, env_id, seed, flags))
-            if k not in reported:
-                trial.report(mean(map(mean, scores.values())), k)
+            for env_id, own in scores.items():
+                try:
+                    own.append(self.train(trial, env_id, seed))
+                except (OSError, ValueError) as error:
+                    trial.set_user_attr("reason", str(error))
+                    raise
+            score = mean(map(mean, scores.values()))
+            trial.report(score, k)
+            trial.set_user_attr("scores", scores)
             if seed != self.seeds[-1] and trial.should_prune():
-                return scores, True
-        return scores, False
+                raise TrialPruned
+        return score
 
-    def work(self, trial):
-        """Do what is left of a trial and tell the study how it ended."""
-        from optuna.trial import TrialState
-
-        start = time.time()
-        flags = self.flags(trial.params)
-        try:
-            scores, pruned = self.train_all(trial, flags)
-        except (OSError, ValueError) as error:  # a run that failed, or its table
-            trial.study.tell(trial, state=TrialState.FAIL)
-            print(f"trial {trial.number} failed: {shlex.join(flags)}\n  {error}", file=sys.stderr)
+    def ended(self, study, trial):
+        """Tell how a trial ended. One that was stopped is queued again."""
+        state = trial.state.name.lower()
+        if self.stopped_by:
+            if state == "fail":
+                study.enqueue_trial(trial.params, user_attrs={"runs": place(trial)})
+            study.stop()
             return
-        score = mean(map(mean, scores.values()))
-        trial.set_user_attr("scores", scores)
-        if pruned:
-            trial.study.tell(trial, state=TrialState.PRUNED)
-        else:
-            trial.study.tell(trial, score)
-        ended = ", pruned" if pruned else ""
-        told = f"{score:.4g}{ended}, {time.time() - start:.0f} s"
-        print(f"trial {trial.number}: {told}  {shlex.join(flags)}", flush=True)
-
-    def worker(self):
-        """Work on trials until there are enough."""
-        study = self.study()
-        running = True
-        while running and not self.stop.is_set():
-            trial, held, running = self.claim(study)
-            if not trial:  # another process may be killed and leave us its own
-                if running:
-                    self.stop.wait(0.5)
-                continue
-            with held, contextlib.suppress(Stopped):
-                self.work(trial)
+        told = f"failed: {trial.user_attrs.get('reason')}"
+        if trial.value is not None:
+            told = f"{state}, score {trial.value:.4g}, {duration(trial.duration.total_seconds())}"
+        line = f"trial {place(trial)} ({done(study)} of {self.trials} done): {told}"
+        print(f"{line}  {self.flags(trial.params)}", flush=True)
 
 
-# --- all trials -----------------------------------------------------------------------------------
-
-
-def write(search: Search, trials: list) -> list[list]:
-    """Write trials.csv, one process at a time; returns its header and a row for each trial."""
+def write(search: Search, trials: list):
+    """Write trials.csv."""
     rows = [["trial", "state", "score", "seconds", *search.space, *search.scales, "commit"]]
     for trial in trials:
         scores = trial.user_attrs.get("scores", {})
         seconds = trial.duration and round(trial.duration.total_seconds(), 1)
-        row = [trial.number, trial.state.name.lower(), trial.value, seconds]
+        row = [place(trial), trial.state.name.lower(), trial.value, seconds]
         row += [trial.params.get(name, "") for name in search.space]
         row += [mean(scores[env_id]) if scores else "" for env_id in search.scales]
-        jobs = sorted(search.folder.glob(f"*/*/trial-{trial.number:04}-s*/job.json"))
-        starts = [start for job in jobs for start in Work(job.parent, None).read()["starts"]]
-        row.append(starts[0].get("git_commit") if starts else "")
-        rows.append(row)
-    table = search.folder / "trials.csv"
-    with lock(search.folder / "lock", wait=True), open(table, "w", newline="") as file:
+        jobs = sorted(search.folder.glob(f"*/*/trial-{place(trial):04}-s*/job.json"))
+        starts = [start for job in jobs for start in data.read_json(job).get("starts", [])]
+        rows.append([*row, starts[0].get("git_commit") if starts else ""])
+    with open(search.folder / "trials.csv", "w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(rows)
-    return rows
 
 
-def report(search: Search, study, trials: list, rows: list[list]):
-    """Print the best trials from the rows that `write` gave, what mattered, the best command."""
+def report(search: Search, study, trials: list):
+    """Print what mattered and the best command."""
     import optuna
 
-    complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
-    best = sorted(complete, key=lambda trial: -trial.value)
-    if not best:
-        return
-    header, *table = rows
-    shown = [header[:-1]]  # without the commit
-    for trial in best[:10]:
-        cells = table[trial.number][:-1]
-        shown.append([f"{x:.4g}" if isinstance(x, float) else str(x) for x in cells])
-    print(f"\n{programs.aligned(shown, range(len(shown[0])))}")
-    if best[0].value > best[-1].value:
+    values = {trial.value for trial in trials if trial.state.name == "COMPLETE"}
+    if len(values) > 1:
         importances = optuna.importance.get_param_importances(study)
         parts = (f"{name} {share:.2f}" for name, share in importances.items())
         print(f"\nimportance: {', '.join(parts)}")
-    print(f"\nbest: {search.command} {shlex.join(search.flags(best[0].params))}")
+    if values:
+        score = f"score {study.best_value:.4g}"
+        print(f"\nbest, {score}: {search.command} {search.flags(study.best_params)}")
 
 
 def tune(
@@ -310,49 +207,73 @@ def tune(
         scales: table of env_id, low, high: the returns that count as 0 and as 1
     """
     import optuna
+    from optuna.storages.journal import JournalFileBackend
+    from optuna.study import MaxTrialsCallback
+    from optuna.trial import TrialState
 
-    at_least(1, num_seeds=num_seeds, trials=trials, workers=workers)
-    at_least(0, start_seed=start_seed, seed=seed)
-    if not search or not env_ids:
-        refuse("--search and --env-ids each need at least one value")
+    at_least(1, num_seeds=num_seeds, trials=trials, workers=workers, start_seed=start_seed + 1)
     space = dict(map(dimension, search))
-    if len(space) < len(search) or len(set(env_ids)) < len(env_ids):
-        refuse("--search or --env-ids: one of them is given twice")
+    if not search or len(space) < len(search):
+        refuse("--search: give each flag once, and one at least")
     if given := programs.given_twice(split(command), [*OURS, *(f"--{name}" for name in space)]):
         refuse(f"--command {command!r}: {given} is given to each run by this program")
-    programs.warn_of_cores(split(command), workers)
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    ends = {name: [scale.low, scale.high] for name, scale in data.read_scales(scales).items()}
+    if len(env_ids) == 1:
+        ends = {env_ids[0]: [0.0, 1.0]}
+    if unknown := set(env_ids) - set(ends):
+        refuse(f"--env-ids: no scale in {scales} to weigh {', '.join(unknown)} by; tune it alone")
     seeds = list(range(start_seed, start_seed + num_seeds))
-    asked = Search(command, space, scales_of(env_ids, scales), seeds, trials, study, prune, seed)
-    common = {"command": command, "search": search, "scales": asked.scales, "seeds": seeds}
-    try:
-        guard = lock(study / "lock", wait=True)
-    except OSError as error:
-        refuse(f"--study {study}: {error.strerror}")
-    with guard:
-        known = asked.study()
-        before = known.user_attrs.get("settings", common)
-        for name, value in common.items():
-            if before.get(name) != value:
-                refuse(f"--study {study}: {name} was {before.get(name)}; give another folder")
-        known.set_user_attr("settings", common)
-        asked.failed_before = sum(t.state.name == "FAIL" for t in known.trials)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, asked.on_signal)
-    with ThreadPoolExecutor(workers) as pool:
-        for future in [pool.submit(asked.worker) for _ in range(workers)]:
-            future.result()
-
-    ended = known.trials
-    states = [t.state.name for t in ended]
-    report(asked, known, ended, write(asked, ended))
-    pruned = states.count("PRUNED")
-    failed = states.count("FAIL")
-    done = states.count("COMPLETE") + pruned
-    told = f"{done} of {trials} trials done, {pruned} of them pruned, {failed} failed"
+    own_ends = {name: ends[name] for name in env_ids}
+    asked = Search(command, space, own_ends, seeds, trials, study)
+    study.mkdir(parents=True, exist_ok=True)
+    optuna.logging.set_verbosity(optuna.logging.CRITICAL)
+    known = optuna.create_study(
+        storage=optuna.storages.JournalStorage(JournalFileBackend(str(study / "journal.log"))),
+        pruner=optuna.pruners.MedianPruner() if prune else optuna.pruners.NopPruner(),
+        study_name="tune",
+        direction="maximize",
+        load_if_exists=True,
+    )
+    common = {"command": command, "search": search, "scales": own_ends, "seeds": seeds}
+    for name, value in common.items():
+        before = known.user_attrs.get("settings", common)[name]
+        if before != value:
+            refuse(f"--study {study}: {name} was {before}; give another folder")
+    known.set_user_attr("settings", common)
+    commands = known.user_attrs.get("commands", 0)
+    known.set_user_attr("commands", commands + 1)
+    known.sampler = optuna.samplers.TPESampler(seed=seed + commands)  # each tries other flags
+    guard = programs.lock(study / "lock")
+    if guard:  # nobody else works on the study: trials that run were killed
+        for trial in known.trials:
+            if trial.state.name == "RUNNING":
+                known.tell(trial.number, state=TrialState.FAIL)
+                known.enqueue_trial(trial.params, user_attrs={"runs": place(trial)})
+    with guard or open(study / "lock") as working:
+        fcntl.flock(working, fcntl.LOCK_SH)
+        missing = trials - done(known)
+        unit = "the mean return of a run's last 100 training episodes"
+        if len(env_ids) > 1:
+            unit += f", where 0 and 1 are the ends in {scales}"
+        runs = f"each of {num_seeds} seeds on {len(env_ids)} environments"
+        print(f"{missing} of {trials} trials to do, {runs}, {workers} at once; a score is {unit}")
+        programs.on_signals(asked.stop)
+        if missing > 0:
+            states = TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING
+            callbacks = [asked.ended, MaxTrialsCallback(trials, states)]
+            catch = OSError, ValueError, Stopped
+            known.optimize(asked.objective, missing, None, workers, catch, callbacks)
+    # of a trial that was queued again the last try counts
+    tried = list({place(trial): trial for trial in known.trials}.values())
+    write(asked, tried)
+    report(asked, known, tried)
+    ends = [trial.state.name for trial in tried]
+    elsewhere = ends.count("RUNNING")  # by other processes
+    told = f"{done(known)} of {trials} trials done, {ends.count('FAIL')} failed"
+    told += f", {elsewhere} run in another process" if elsewhere else ""
     print(f"{told}; table: {study / 'trials.csv'}")
-    if asked.stop.is_set():
+    if asked.stopped_by:
         print("stopped; the same command goes on")
-        raise SystemExit(128 + asked.signal)
-    if done < trials:
+        raise SystemExit(128 + asked.stopped_by)
+    if done(known) + elsewhere < trials:
         raise SystemExit(1)

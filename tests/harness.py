@@ -13,12 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from unittest import mock
-
-import tyro
-
-from benchmark.run import run
-from benchmark.verify import verify
 
 ROOT = Path(__file__).resolve().parent.parent
 TOY = (ROOT / "tests" / "harness_toy.py").read_text()
@@ -26,12 +20,10 @@ HEAD = "global_step,seconds,return,length\n"
 SEVENS = [7.0] * 39
 
 
-# --- commands -------------------------------------------------------------------------------------
-
-
 def ended(call: Callable, *args, code: int = 0, **more) -> subprocess.CompletedProcess:
     """What a call wrote, which ends with this exit code, or returns if that is 0."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     found = 0
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -39,6 +31,9 @@ def ended(call: Callable, *args, code: int = 0, **more) -> subprocess.CompletedP
             call(*args, **more)
         except SystemExit as end:
             found = end.code or 0
+            if isinstance(found, str):
+                print(found, file=sys.stderr)
+                found = 1
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -48,40 +43,22 @@ def ended(call: Callable, *args, code: int = 0, **more) -> subprocess.CompletedP
 
 def refused(says: str, call: Callable, *args, **more):
     """The call ends with exit code 2 and one line, which says this."""
-    said = ended(call, *args, code=2, **more).stderr
-    assert said.startswith("benchmark: ")
-    assert said.count("\n") == 1, said
-    assert says in said
-
-
-def words(verb: str, **flags) -> list[str]:
-    """Of a command line: env_ids=["A", "B"] is --env-ids A B, and dry_run=[] is --dry-run."""
-    found = [verb]
-    for name, value in flags.items():
-        found.append(f"--{name.replace('_', '-')}")
-        found += map(str, value if isinstance(value, list) else [value])
-    return found
-
-
-def importable() -> dict[str, str]:
-    """The variable by which other processes, those of Slurm too, find the harness."""
-    return {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-
-
-def bench(verb: str, code: int = 0, **flags) -> subprocess.CompletedProcess:
-    """`python -m benchmark` with these words, and this exit code."""
-    verbs = {"run": run, "verify": verify}
-    given = {"prog": "python -m benchmark", "args": words(verb, **flags)}
-    with mock.patch.dict(os.environ, importable()):
-        return ended(tyro.extras.subcommand_cli_from_dict, verbs, code=code, **given)
+    text = ended(call, *args, code=2, **more).stderr
+    assert text.startswith("benchmark: ")
+    assert text.count("\n") == 1, text
+    assert says in text
 
 
 def background(verb: str, **flags) -> subprocess.Popen:
-    """The same in a process of its own, which writes to out.txt."""
-    command = [sys.executable, "-m", "benchmark", *words(verb, **flags)]
+    """`python -m benchmark` in a process of its own, which writes to out.txt. env_ids=["A", "B"] is
+    --env-ids A B, and dry_run=[] is --dry-run."""
+    words = [sys.executable, "-m", "benchmark", verb]
+    for name, value in flags.items():
+        words.append(f"--{name.replace('_', '-')}")
+        words += map(str, value if isinstance(value, list) else [value])
     out = open("out.txt", "a")  # noqa: SIM115
-    env = os.environ | importable()
-    return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
+    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    return subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, env=env)
 
 
 def wait_for(condition: Callable, seconds: float = 60.0):
@@ -97,15 +74,12 @@ def lines(name: str) -> list[list[str]]:
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
-# --- runs -----------------------------------------------------------------------------------------
-
-
 def write_run(folder: Path, seed: object, returns: Iterable[float] = SEVENS, step: int = 1, **info):
     """A run as a script leaves it."""
     folder.mkdir(parents=True)
     args = {"env_id": "A-v0", "total_timesteps": 100}
-    told = {"script": "ppo.py", "seed": seed, "status": "finished", "args": args} | info
-    (folder / "run.json").write_text(json.dumps(told))
+    content = {"script": "ppo.py", "seed": seed, "status": "finished", "args": args} | info
+    (folder / "run.json").write_text(json.dumps(content))
     rows = [f"{k * step},{k},{value!r},1\n" for k, value in enumerate(returns, 1)]
     (folder / "episodes.csv").write_text("".join([HEAD, *rows]))
 
@@ -138,5 +112,5 @@ def told(path: Path | str) -> dict:
     return json.loads(Path(path).read_text())
 
 
-def digest(content: str | bytes) -> str:
-    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+def digest(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()

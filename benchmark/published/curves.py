@@ -221,7 +221,7 @@ FIGURES = {  # file: algorithms, environments
 def head_to_head():
     """Clipped, KL-adaptive and CMA on eight environments, and the profile of final policies."""
     figure, (axis,), groups, looks = learning(SCRIPTS, MUJOCO, more=1)
-    (algorithms, _), *_ = report.compared(groups, "evaluation")
+    algorithms, _ = report.compared(groups, "evaluation")
     report.plot_profile(axis, algorithms, "evaluation", data.read_scales(data.SCALES), looks)
     axis.set(title="final policies", ylabel="fraction of runs above τ")
     names = {name.removesuffix(" 1M"): look for name, look in looks.items()}

@@ -159,7 +159,7 @@ def head_to_head(metric: str) -> str:
         numbers = [float(score.split()[0].replace(",", "")) for score in scores]
         marked = (bold(x) if y == max(numbers) else x for x, y in zip(scores, numbers, strict=True))
         rows.append([env_id, seeds, *marked])
-    (algorithms, _), *_ = report.compared(groups, metric)
+    algorithms, _ = report.compared(groups, metric)
     scores = [report.normalised(algorithms[name], metric, scales) for name in curves.SCRIPTS]
     rows.append(["all eight, normalised", "", *(in_words(stats.iqm, own) for own in scores)])
     wins = [in_words(stats.improvement, [*own, *scores[0]]) for own in scores[1:]]
