@@ -1013,6 +1013,7 @@ class PoolEnvs:
         qt = importlib.util.find_spec("PyQt5")
         for folder in qt.submodule_search_locations if qt else ():
             ctypes.CDLL(f"{folder}/Qt5/lib/libQt5Gui.so.5", mode=ctypes.RTLD_GLOBAL)
+            sys.modules.pop("envpool.procgen", None)  # which remembers that there was no Qt
         import envpool
 
         task = args.env_id.removeprefix("envpool:")

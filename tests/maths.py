@@ -1,35 +1,13 @@
-"""What tests of the algorithms share: rollouts whose episodes end at random, references in plain
-loops, and what a rollout needs of a run."""
+"""What tests of several scripts share: a run's returns, an agent's parameters, a clock."""
 
-import importlib
-import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import torch
-from program import in_process, rows
-from scripts import SMALL, STEPS
+from program import rows
 
-FRAMES = {  # scripts that learn from frames alone: the shape of an observation, how many actions
-    "ppo_atari_multigpu": ((4, 84, 84), 4),
-    "ppo_atari_lstm": ((1, 84, 84), 4),
-    "ppo_procgen": ((3, 64, 64), 15),
-    "ppo_pettingzoo_ma_atari": ((6, 84, 84), 4),
-}
-
-
-class Log:
-    """What rollout needs of a Run. `ended` is what was told of each episode; `rows` has the step at
-    which it was told, its return and its length."""
-
-    def __init__(self):
-        self.global_step, self.iteration, self.rows, self.ended = 0, 0, [], []
-
-    def log_episodes(self, ended):
-        self.ended += ended
-        self.rows += [(self.global_step, score, length) for _, score, length in ended]
+LINE = gym.spaces.Box(-1, 1, (1,))
 
 
 def returns(folder: Path) -> list[float]:
@@ -37,43 +15,9 @@ def returns(folder: Path) -> list[float]:
     return [float(score) for _, score, _ in rows(folder)[1:]]
 
 
-def program(script: str, more: str = ""):
-    """`in_process` with a script's small run of scripts.py and these flags."""
-    module = importlib.import_module(script)
-    return in_process(module, f"{SMALL[script]} {more}", STEPS[script])
-
-
-def random_ends(rng, T: int, N: int, first=None):
-    """Terminated, truncated and valid [T, N] of episodes that end now and then, each end followed
-    by a row of junk. `first` [N] is False where the first row is one."""
-    terminated, truncated, valid = np.zeros((3, T, N), bool)
-    valid[0] = True if first is None else first
-    for t in range(T):
-        if t > 0:
-            valid[t] = ~(terminated | truncated)[t - 1]
-        terminated[t], truncated[t] = valid[t] & (rng.random((2, N)) < 0.15)
-        truncated[t] &= ~terminated[t]
-    return terminated, truncated, valid
-
-
 def vector(agent) -> torch.Tensor:
     """A copy of all parameters."""
     return torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
-
-
-class Told(gym.Env):
-    """Pays and ends as told, in each step by the next of `rows`."""
-
-    observation_space = action_space = gym.spaces.Box(-1, 1, (1,))
-
-    def __init__(self, rows):
-        self.rows = iter(rows)
-
-    def reset(self, seed=None, options=None):
-        return np.zeros(1), {}
-
-    def step(self, action):
-        return np.zeros(1), *next(self.rows), {}
 
 
 class Clock(gym.Env):
@@ -83,7 +27,7 @@ class Clock(gym.Env):
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (2,))
 
-    def __init__(self, action_space=Told.action_space, lengths=()):
+    def __init__(self, action_space=LINE, lengths=()):
         self.action_space, self.lengths, self.episode, self.over = action_space, lengths, -1, True
         self.obs, self.seeds, self.taken = np.zeros(2), [], []
 
@@ -105,73 +49,3 @@ class Clock(gym.Env):
         self.obs[1] += 1
         self.over = bool(self.obs[1] == self.length)
         return self.obs, 1.0, self.over, False, {}
-
-
-# --- scripts that learn from frames ---------------------------------------------------------------
-def frames_agent(script: str, args, louder: float = 0.0):
-    """A new agent. If `louder`, the recurrent one's weights for the state and its heads are so much
-    larger: what it remembers shows more."""
-    module, (shape, actions) = importlib.import_module(script), FRAMES[script]
-    space = SimpleNamespace(
-        observation_space=gym.spaces.Box(0, 255, shape, np.uint8),
-        action_space=gym.spaces.Discrete(actions),
-    )
-    torch.manual_seed(args.seed)
-    agent = module.Agent(space, args)
-    if louder and hasattr(agent, "lstm"):
-        with torch.no_grad():
-            agent.lstm.weight_hh_l0 *= louder
-            agent.critic.weight *= louder
-            agent.actor.weight *= 10 * louder
-    if hasattr(module, "flat_adam"):
-        agent.adam = module.flat_adam(agent)
-    else:
-        agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)
-    return agent
-
-
-class Player:
-    """Games of a script that learns from frames, an agent and its memory; `roll()` is the next
-    rollout, for which the script's `rollout` gets `how`, too."""
-
-    def __init__(self, script: str, args, louder=0.0, device="cpu", which=None, **how):
-        self.module = importlib.import_module(script)
-        self.args = args
-        self.how = how
-        self.log = Log()
-        if which is None:
-            whole = script in ("ppo_procgen", "ppo_pettingzoo_ma_atari")
-            which = args.num_envs if whole else slice(0, args.num_envs)
-        self.envs = self.module.Envs(args, which)
-        self.agent = frames_agent(script, args, louder).to(device)
-        self.more = []  # where environments are, and the rollout that is filled again and again
-        if hasattr(self.agent, "initial_state"):
-            self.state = self.agent.initial_state(args.num_envs)
-        if hasattr(self.module, "start"):
-            self.agent.adam = self.module.flat_adam(self.agent)
-            self.more = self.module.start(self.agent, self.envs, args)
-
-    def roll(self):
-        """A Rollout; `state` is the memory after it."""
-        memory = [self.state] if hasattr(self, "state") else []
-        given = self.agent, self.envs, *memory, *self.more, self.log, self.args
-        data = self.module.rollout(*given, **self.how)
-        if memory:
-            data, self.state = data
-        return self.more[1] if self.more else data
-
-
-def see_coarsely(monkeypatch, script: str):
-    """Agents see means over 12 x 12 pixels instead of a convolutional network's features, and so
-    learn in a tenth of the time: for tests of what else it takes."""
-    plain, (shape, _) = importlib.import_module(script).Agent, FRAMES[script]
-    init = plain.__init__
-
-    def coarse(agent, *given):
-        init(agent, *given)
-        layer = torch.nn.Linear(shape[0] * (shape[1] // 12) ** 2, 512)
-        torch.nn.init.orthogonal_(layer.weight, math.sqrt(2))
-        parts = torch.nn.AvgPool2d(12), torch.nn.Flatten(), layer, torch.nn.ReLU()
-        agent.network = torch.nn.Sequential(*parts)
-
-    monkeypatch.setattr(plain, "__init__", coarse)

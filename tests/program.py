@@ -15,7 +15,6 @@ import tempfile
 import threading
 from pathlib import Path
 
-import envpool
 import gymnasium as gym
 import numpy as np
 import torch
@@ -53,15 +52,6 @@ def scalars(folder: Path, timed: bool = False) -> dict[str, list[tuple[int, floa
 
 def status(folder: Path) -> str:
     return json.loads((folder / "run.json").read_text())["status"]
-
-
-def write_checkpoint(folder: Path, content: dict):
-    """Write what `load_checkpoint` gave, or other arguments in place of its Args."""
-    args = content["args"]
-    changed = {"args": args if isinstance(args, dict) else vars(args)}
-    if "played" in content:  # arrays, which are tensors in the file
-        changed["played"] = [(n, torch.tensor(actions)) for n, actions in content["played"]]
-    torch.save(content | changed, folder / "checkpoint.pt")
 
 
 def content(folder: Path) -> dict:
@@ -166,54 +156,6 @@ class Toy:
         pass
 
 
-class Levels:
-    """What ppo_procgen.py needs of EnvPool. Environment i has episodes of 3 + i % 3 steps,
-    the t-th of which pays i + t; `limit` truncates an episode after that many. Step by step its
-    later episodes pay `later` more."""
-
-    observation_space = gym.spaces.Box(0, 255, (3, 64, 64), np.uint8)
-    action_space = gym.spaces.Discrete(15)
-    lengths, limit, later, made = (3, 4, 5), 1000, 0, []
-
-    def __init__(self, name, *, env_type, num_envs, num_threads, seed, **config):
-        assert len(seed) == num_envs >= num_threads
-        assert env_type == "gymnasium"
-        Levels.made.append({"name": name, "seed": seed, "threads": num_threads, **config})
-        self.pixels = np.stack(
-            [np.random.default_rng(s).integers(0, 256, (3, 64, 64)) for s in seed]
-        )
-        self.number, self.first = np.arange(num_envs), np.ones(num_envs, bool)
-        self.end = np.array(self.lengths)[self.number % 3]
-        self.t, self.over = np.zeros(num_envs, int), np.zeros(num_envs, bool)
-
-    def obs(self):
-        return (self.pixels + 7 * self.t[:, None, None, None]).astype(np.uint8)
-
-    def reset(self):
-        return self.obs(), {}
-
-    def step(self, actions):
-        assert actions.shape == self.t.shape
-        assert all(self.action_space.contains(a) for a in actions)
-        junk = self.over
-        self.first &= ~junk
-        self.t = np.where(junk, 0, self.t + 1)
-        truncated = ~junk & (self.t >= self.limit)
-        terminated = ~junk & ~truncated & (self.t == self.end)
-        self.over = terminated | truncated
-        rewards = np.where(junk, 0, self.number + self.t + self.later * ~self.first)
-        return self.obs(), rewards.astype(np.float32), terminated, truncated, {}
-
-    def close(self):
-        pass
-
-
-def toy(name: str, **config):
-    """In place of `envpool.make`."""
-    procgen = envpool.registration.registry.specs.get(name, [""])[0] == "envpool.procgen"
-    return (Levels if procgen else Toy)(name, **config)
-
-
 def assert_same(a, b):
     assert type(a) is type(b) or {type(a), type(b)} == {list, tuple}
     if isinstance(a, torch.Tensor):
@@ -308,21 +250,3 @@ def free_port() -> int:
     with socket.socket() as it:
         it.bind(("127.0.0.1", 0))
         return it.getsockname()[1]
-
-
-def in_process(script, small: str, steps: int):
-    """Three functions of a script's module, whose small runs have these flags and so many steps an
-    iteration: `parse(flags)`, `small(flags)` and `train(folder, flags)`, which gives the final
-    checkpoint of three iterations."""
-
-    def parse(flags: str):
-        return script.parse_args(flags.split())
-
-    def parse_small(flags: str = ""):
-        return parse(f"{small} {flags}")
-
-    def train(folder: Path, flags: str = "") -> dict:
-        script.train(parse_small(f"--run-dir {folder} --total-timesteps {3 * steps} {flags}"))
-        return script.load_checkpoint(folder)
-
-    return parse, parse_small, train

@@ -152,10 +152,12 @@ train Pong-v5 240 python ppo_atari_multigpu.py --env-id Pong-v5 --bf16 --num-env
   --update-epochs 3 --clip-coef 0.2 --learning-rate 5e-4 --total-timesteps 4000000 $graphs$tiny
 
 # (f) the other scripts for pixels
-rows pixels lstm ppo_atari_lstm "--env-id Breakout-v5$tiny" "--env-id Breakout-v5$tiny$compile"
 pool="--env-id envpool:Breakout-v5 --num-envs 8 --env-workers 8$tiny"
 rows pixels pixels ppo_pixels "$pool" "$pool$compile"
-rows pixels procgen ppo_procgen "$tiny" "$tiny$compile"
+single="$pool --env-kwargs '{\"stack_num\": 1}'"
+rows pixels lstm ppo_lstm "$single" "$single$compile"
+levels="--env-id envpool:StarpilotEasy-v0 --encoder impala --num-envs 64 --env-workers 16$tiny"
+rows pixels procgen ppo_pixels "$levels" "$levels$compile"
 
 # (g) What was measured on 27 November 2026, when acting was not one graph yet: again only if its
 # table is taken away

@@ -32,4 +32,9 @@ none --env-ids popgym:popgym-PositionOnlyCartPoleEasy-v0 --command "$plain $posi
 memory="--num-envs 16 --learning-rate 1e-3 --total-timesteps 1000000"
 bench --workers 1 --num-seeds 1 --env-ids minigrid:MiniGrid-MemoryS7-v0 --command "$script --memory-span 64 $memory"
 none --env-ids minigrid:MiniGrid-MemoryS7-v0 --command "$plain $memory"
+
+# Atari by single frames, at the settings of ppo_atari_lstm.py of d814e18, whose run is in results, too
+frames="--env-kwargs '{\"stack_num\":1,\"episodic_life\":true,\"reward_clip\":true}' --env-workers 1"
+frames="$frames --clip-vloss --no-scale-rewards --num-envs 32 --num-minibatches 8 --update-epochs 3"
+bench --workers 1 --num-seeds 1 --env-ids envpool:Pong-v5 --command "$script $frames --total-timesteps 4000000"
 python -m benchmark.published

@@ -22,4 +22,9 @@ agents --env-ids lbforaging:Foraging-8x8-2p-2f-coop-v3 \
 # early deaths
 agents --env-ids butterfly/knights_archers_zombies_v11 \
   --command "$script --num-envs 8 --env-kwargs '{\"max_cycles\":900,\"max_zombies\":10}'"
+
+# two players, at the settings of ppo_pettingzoo_ma_atari.py of d814e18, whose run is in results, too. Against
+# random: --evaluate runs/published/.../run --against RANDOM --eval-episodes 100
+players="--num-envs 16 --num-minibatches 8 --update-epochs 3 --learning-rate 5e-4 --eval-interval 50 --eval-episodes 20"
+agents --env-ids atari/pong_v3 --command "$script $players --total-timesteps 1000000"
 python -m benchmark.published

@@ -520,7 +520,6 @@ BLOCKS = {
 }  # fmt: skip
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
 BLOCKS["all-speeds"] = partial(speeds, None, None)
-BLOCKS["lstm-results"] = partial(atari_results, "ppo_atari_lstm")
 ALPHAS = {f"{CLIPPED} rpo-{x}": f"`--rpo-alpha {x}`" for x in (0.01, 0.1, 0.5)}
 TASKS = "cheetah-run", "hopper-hop", "reacher-easy", "walker-walk"
 ON = *curves.MUJOCO[:4], *(f"dm_control/{task}-v0" for task in TASKS)

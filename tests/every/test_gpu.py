@@ -5,7 +5,6 @@ import importlib
 import importlib.util
 import shlex
 
-import envpool
 import numpy as np
 import pytest
 import torch
@@ -18,16 +17,9 @@ FLAGS = {
     "ppo_kl_adaptive": "--env-id InvertedPendulum-v4 --num-envs 3 --episodes-per-batch 6",
     "ppo_cma": "--env-id InvertedPendulum-v4 --iter-steps 200 --n-updates 3",
     "ppo_atari_multigpu": f"--env-id Breakout-v5 {SIZES}",
-    "ppo_atari_lstm": f"--env-id Breakout-v5 {SIZES}",
-    "ppo_procgen": SIZES,
     "ppo_pixels": f"--env-id benchmark.published.gates:Gates-v0 {SIZES}",
     "ppo_pettingzoo": f"--env-id agents_toy:make {SIZES}",
-    "ppo_pettingzoo_ma_atari": SIZES,
     "ppo_lstm": SIZES,
-}
-NEEDS = {
-    "ppo_pettingzoo": ["pettingzoo"],
-    "ppo_pettingzoo_ma_atari": ["pettingzoo", "multi_agent_ale_py", "ale_py", "pygame"],
 }
 STEPS = {"ppo_kl_adaptive": 400, "ppo_cma": 400}  # of two iterations; the others: 256
 EVALUATED = {"ppo", "ppo_continuous_action", "ppo_pixels", "ppo_pettingzoo"}  # the others take long
@@ -39,11 +31,8 @@ pytestmark = [
 
 
 def the_script(name: str):
-    missing = [x for x in NEEDS.get(name, []) if importlib.util.find_spec(x) is None]
-    if name == "ppo_procgen" and not any(x.startswith("Coinrun") for x in envpool.list_all_envs()):
-        missing.append("EnvPool's Procgen, which needs Qt 5")
-    if missing or not (ROOT / f"{name}.py").exists():
-        pytest.skip(f"not installed: {', '.join(missing) or name}")
+    if name == "ppo_pettingzoo" and importlib.util.find_spec("pettingzoo") is None:
+        pytest.skip("not installed: pettingzoo")
     return importlib.import_module(name)
 
 

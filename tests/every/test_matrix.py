@@ -33,7 +33,6 @@ from program import (
     rows,
     scalars,
     status,
-    toy,
     train_until_killed,
 )
 from scripts import (
@@ -77,7 +76,7 @@ def quick(request, monkeypatch):
     monkeypatch.setattr(pendulum, "__init__", short)
     monkeypatch.setattr("ppo_cma.pretrain_policy", lambda *_: None)
     if request.node.callspec.params["script"] == MULTI:
-        monkeypatch.setattr(envpool, "make", toy)
+        monkeypatch.setattr(envpool, "make", Toy)
 
 
 def argv(script: str, folder: Path, flags: str = "", iterations: int = 6) -> list[str]:

@@ -26,6 +26,7 @@ import ppo_pixels
 PAGE = (ROOT / "docs" / "deploy.md").read_text()
 EXPORT, *SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 (LOOP,) = (x for x in SNIPPETS if "while not over" in x)
+(MEMORY,) = (x for x in SNIPPETS if "memory = np.zeros" in x)
 (TORCHSCRIPT,) = (x for x in SNIPPETS if "torch.jit.load" in x)
 ROWS = 32
 SLOW = pytest.mark.slow  # an export takes 3 s
@@ -120,7 +121,7 @@ def run(name: str, **inputs) -> list[np.ndarray]:
     scripted = scripted if isinstance(scripted, tuple) else (scripted,)
     for a, b in zip(outputs, scripted, strict=True):
         alike(a, b.numpy())
-    first = {key: x[:, :1] if key == "state" else x[:1] for key, x in inputs.items()}
+    first = {key: x[:1] for key, x in inputs.items()}
     alike(session.run(None, first)[0], outputs[0][:1])
     return outputs
 
@@ -215,6 +216,14 @@ def test_a_memory_for_any_observation(flags, monkeypatch, rng):
         alike(memory, theirs.numpy())
     assert np.abs(memory).max() > 0.05
     assert np.ptp(expected, axis=0).min() > 0.03
+
+
+def test_the_loop_with_a_memory(monkeypatch):
+    frame = gym.spaces.Box(0, 255, (84, 84, 1), np.uint8)
+    agent = shaken(ppo_lstm.Agent(spaces(frame, CHOICES), ppo_lstm.Args()))
+    export(ppo_lstm, agent, monkeypatch)
+    exec(MEMORY, names := {})
+    assert np.abs(names["memory"]).max() > 0.01
 
 
 def test_several_agents(monkeypatch, rng):

@@ -20,7 +20,6 @@ MORE = {  # with which all is logged that can be
     "ppo_continuous_action_warp": "--num-envs 2 --num-steps 210 --no-stagger-episodes",
     "ppo_pixels": "--eval-interval 1 --eval-episodes 1",
     "ppo_lstm": "--eval-interval 1 --eval-episodes 1",
-    "ppo_pettingzoo_ma_atari": "--eval-interval 1",
 }
 TAG = r"(?:charts|losses)/[\w-]+"
 
@@ -31,9 +30,11 @@ def test_tables_and_links_are_up_to_date(page):
 
 
 def logged(script: str) -> set[str]:
-    """The tags that a script's page explains."""
+    """The tags that a script's page explains, or the page that it names."""
     text = (docs.DOCS / f"{script}.md").read_text()
-    return set(re.findall(TAG, text.split("## What is logged")[1].split("\n## ")[0]))
+    text = text.split("## What is logged")[1].split("\n## ")[0]
+    others = re.findall(r"\((\w+)\.md#what-is-logged\)", text)
+    return set(re.findall(TAG, text)).union(*map(logged, others))
 
 
 @EVERY

@@ -224,6 +224,31 @@ def test_atari_for_two():
     assert np.ptp(envs.obs[0, 0, 10:].reshape(4, -1).astype(int), axis=0).max() > 50  # it moves
 
 
+def test_an_atari_game_is_played_again():
+    """A maze that ALE draws for each environment and episode. The same actions lead through the
+    same screens in another emulator, also after one of the players has left."""
+    pytest.importorskip("multi_agent_ale_py")
+    envs = make_envs("atari/maze_craze_v3", num_envs=2)
+    mazes = [envs.obs[0].tobytes(), envs.obs[1].tobytes()]
+    there = envs.roles.there
+    rng, taken = np.random.default_rng(0), []
+    while envs.obs[0, :, there].all():
+        taken.append(rng.integers(18, size=(2, 2, 1)))
+        envs.step(taken[-1])
+        assert len(taken) < 500
+    assert envs.obs[0, :, there].any()
+    played = [actions[0] for actions in taken]
+    again = script.make_envs(replace(envs.args, num_envs=1), 1, {"episodes": [(0, 0.0, played)]})
+    for _ in range(20):
+        actions = rng.integers(18, size=(2, 2, 1))
+        for found, wanted in zip(again.step(actions[:1]), envs.step(actions), strict=True):
+            np.testing.assert_array_equal(found[0], wanted[0])
+        np.testing.assert_array_equal(again.obs[0], envs.obs[0])
+    again.begin(0, number=1)
+    mazes.append(again.rows[0].tobytes())
+    assert len({*mazes}) == 3
+
+
 # --- games of two ---------------------------------------------------------------------------------
 def test_players_change_sides(monkeypatch):
     """One is always right, the other always chooses 0, which is right for the first where the left

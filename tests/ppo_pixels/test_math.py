@@ -5,6 +5,7 @@ import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
+import envpool
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from gymnasium import spaces
 from program import Toy, rows, scalars, train_until_killed
 
+import ppo_lstm
 import ppo_pixels
 from ppo_pixels import Agent, Args, Codec, Obs
 
@@ -324,31 +326,93 @@ def test_a_run_cut_off_goes_on_to_the_same_bits(tmp_path):
 
 
 # --- EnvPool --------------------------------------------------------------------------------------
-def test_scores_and_stacks_of_whole_games(tmp_path, monkeypatch):
-    """Rewards are clipped and a lost life ends an episode; what is logged is the game's score. A
-    stack of frames begins anew with each episode."""
+@pytest.mark.parametrize("script", [ppo_pixels, ppo_lstm])
+def test_scores_and_stacks_of_whole_games(script, tmp_path, monkeypatch):
+    """Rewards are clipped and a lost life ends an episode; scores are those of whole games, also in
+    evaluation. A stack of frames begins anew with each episode, and so does a memory."""
     spec = SimpleNamespace(config=SimpleNamespace(max_num_players=1))
     monkeypatch.setattr(Toy, "spec", spec, raising=False)
     monkeypatch.setattr("envpool.make", Toy)
-    rewards = []
+    rollouts = []
 
     def update(agent, data, args):
-        rewards.append(data)
+        rollouts.append(data)
         return {}
 
-    monkeypatch.setattr(ppo_pixels, "update", update)
-    folder = train(tmp_path / "run", "--no-scale-rewards --frame-stack 2", "envpool:Pong-v5")
-    (data, _) = rewards
+    monkeypatch.setattr(script, "update", update)
+    more = f"{SMALL} --no-scale-rewards --frame-stack 2 --run-dir {tmp_path / 'run'}"
+    folder = script.train(script.parse_args(f"--env-id envpool:Pong-v5 {more}".split()))
+    (data, _) = rollouts
     older, newer = data.obs["obs"].numpy().reshape(17, 2, -1, 2, 4).transpose(3, 0, 1, 2, 4)
     for t, i in np.ndindex(16, 2):
         expected = newer[t, i] if data.valid[t, i] else newer[t + 1, i]
         assert (older[t + 1, i] == expected).all()
     assert 2 < (~data.valid).sum() < 16
     assert data.rewards.max() == 1  # clipped
-    assert data.terminated[:6].any(axis=0).all()  # with the first life
+    assert np.argwhere(data.terminated[:6]).tolist() == [[2, 0], [3, 1]]  # with the first life
     scores = [(float(score), int(length)) for _, score, length in rows(folder)[1:]]
-    games = [(sum(i + t for t in range(1, 2 * life + 1)), 2 * life) for i, life in ((0, 3), (1, 4))]
-    assert set(scores) == set(games)
+    # lives of 3 + i steps, which pay i + t in the t-th step of both
+    games = [(sum(i + t for t in range(1, 7 + 2 * i)), 6 + 2 * i) for i in range(3)]
+    assert set(scores) == set(games[:2])
+    remembers = []
+    if script is ppo_lstm:
+        assert torch.equal(data.episode_starts[1:], torch.tensor(~data.valid[:-1]))
+        step = ppo_lstm.Agent.step
+
+        def spy(agent, obs, state, noise):
+            remembers.append(bool(state[0].any()))
+            return step(agent, obs, state, noise)
+
+        monkeypatch.setattr(ppo_lstm.Agent, "step", spy)
+    play = f"--evaluate {folder} --eval-episodes 3"
+    assert script.evaluate(script.parse_args(play.split())) == [score for score, _ in games]
+    if script is ppo_lstm:  # cleared after the row that follows a lost life
+        assert remembers[:10] == [False, True, True, True] * 2 + [False, True]
+
+
+def test_levels_that_are_asked_for(tmp_path, monkeypatch):
+    """By the level that EnvPool says it plays: in training one of three, in evaluation any. Where
+    an episode has ended, the next row is another level's, and pays nothing."""
+    levels, rewards, changed = {2: [], 4: []}, [], []
+    step = ppo_pixels.PoolEnvs.step
+
+    def spy(envs, actions):
+        begins = envs.autoreset
+        before = envs.obs["obs"]
+        result = step(envs, actions)
+        rewards.extend(result[0][begins])
+        changed.extend((envs.obs["obs"] != before).mean(axis=(1, 2, 3))[begins])
+        levels[len(begins)] += envs.levels.tolist()
+        return result
+
+    def make(task, **options):
+        vector = plain(task, **options)
+        plain_step = vector.step
+
+        def noted(actions):
+            result = plain_step(actions)
+            made[-1].levels = result[4]["level_seed"]
+            return result
+
+        vector.step = noted
+        return vector
+
+    made = []
+    init = ppo_pixels.PoolEnvs.__init__
+    plain = envpool.make
+    monkeypatch.setattr(envpool, "make", make)
+    monkeypatch.setattr(
+        ppo_pixels.PoolEnvs, "__init__", lambda x, *a: made.append(x) or init(x, *a)
+    )
+    monkeypatch.setattr(ppo_pixels.PoolEnvs, "step", spy)
+    monkeypatch.setattr(ppo_pixels, "update", lambda *_: {})
+    flags = '--env-kwargs {"num_levels":3,"start_level":5} --eval-env-kwargs {"num_levels":0}'
+    flags += " --encoder small --num-steps 128 --total-timesteps 256 --eval-interval 1"
+    train(tmp_path / "run", f"{flags} --eval-episodes 4", "envpool:LeaperEasy-v0")
+    assert set(levels[2]) == {5, 6, 7}
+    assert len(set(levels[4])) >= 4 and min(levels[4]) > 7
+    assert len(rewards) > 4 and not any(rewards)
+    assert min(changed) > 0.1
 
 
 def test_evaluation_during_training(tmp_path):
