@@ -275,24 +275,17 @@ def test_evaluation(script, tmp_path, monkeypatch, capfd):
     folder, module, agents = tmp_path / "run", importlib.import_module(script), []
     checkpoint = train(script, folder, iterations=4)
     before, plain = content(folder), module.load
-
-    def load(*given):
-        agent, args = plain(*given)
-        agents.append(agent)
-        return agent, args
-
-    monkeypatch.setattr(module, "load", load)
+    monkeypatch.setattr(module, "load", lambda *given: agents.append(plain(*given)) or agents[-1])
     monkeypatch.setattr(toys.Walk, "made", [])
     capfd.readouterr()
     returns = [evaluate(script, folder) for _ in range(2)]
     printed = capfd.readouterr().out.splitlines()
     assert returns[0] == returns[1] and len(returns[0]) == 3
+    assert printed[: len(printed) // 2] == printed[len(printed) // 2 :]
     assert content(folder) == before
     assert len(agents) >= 2
-    for agent in agents:
+    for agent, _ in agents:
         assert_same(dict(agent.cpu().state_dict()), dict(checkpoint["agent"]))
-    half = len(printed) // 2
-    assert printed[:half] == printed[half:]
     for i, score in enumerate(returns[0]):
         assert printed[i].startswith(f"eval_episode={i}, episodic_return={score:.2f}")
     other = ("sampled_episode=2, ", "greedy_episode=2, ")
@@ -304,13 +297,14 @@ def test_evaluation(script, tmp_path, monkeypatch, capfd):
     episodes = [said[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)]
     episodes = [episode for episode in episodes if len(episode) > 1]
     agent, args = plain(folder)
-    repeat = getattr(args, "action_repeat", 1) or 1  # 0: as the environment needs it
     for episode, score in zip(episodes, returns[0], strict=False):
-        assert sum(row["reward"] for row in episode[1:]) == pytest.approx(score)
         taken = [row["action"] for row in episode[1:]]
-        np.testing.assert_allclose(act(script, agent, episode, repeat), taken, rtol=1e-4, atol=1e-5)
-    seeds = [row["seed"] for row in said if "seed" in row]
-    assert len(set(seeds)) == len(seeds) >= 3
+        assert sum(row["reward"] for row in episode[1:]) == pytest.approx(score)
+        acted = act(script, agent, episode, getattr(args, "action_repeat", 1) or 1)
+        np.testing.assert_allclose(acted, taken, rtol=1e-4, atol=1e-4)
+    trained = {module.episode_seed(args.seed, i, k) for i in range(2) for k in range(99)}
+    seeds = {episode[0]["seed"] for episode in episodes}
+    assert len(seeds) == len(episodes) >= 3 and not seeds & trained
 
 
 @EVERY

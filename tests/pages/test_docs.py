@@ -1,18 +1,14 @@
 """Pages say what the scripts are: links, commands, logged tags, tables of committed data."""
 
 import importlib
-import json
 import re
 import tomllib
 
-import numpy as np
 import pytest
 from program import ROOT, scalars
 from scripts import EVERY, SMALL, train
 
-from benchmark import data
-from benchmark.published import HERE, RESULTS, docs, tables
-from benchmark.speed import summarise
+from benchmark.published import HERE, docs, tables
 
 TEXTS = [*docs.PAGES, HERE / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 ALL = "".join(page.read_text() for page in docs.PAGES)
@@ -93,46 +89,6 @@ def test_commands_have_flags_that_their_script_takes(script):
             flag.replace("--no-", "--").replace("-", "_").replace("__", "--", 1) for flag in flags
         }
         assert plain <= taken, command
-
-
-# --- tables by hand -------------------------------------------------------------------------------
-
-
-def cells(block: str, first: str) -> list[str]:
-    """The row of a table that begins with this text."""
-    lines = tables.BLOCKS[block]().splitlines()
-    (line,) = (line for line in lines if line.startswith(f"| {first}"))
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def info_of(env_id: str, script: str, name: str) -> dict:
-    return json.loads((RESULTS / env_id / script / f"{name}.json").read_text())
-
-
-def played(env_id: str, script: str, name: str, seeds: range) -> list[float]:
-    """Means of the final policies of these seeds, from the lowest."""
-    infos = (info_of(env_id, script, f"{name}-s{k}") for k in seeds)
-    return sorted(float(np.mean(info["evaluation"])) for info in infos)
-
-
-def test_speed_tables_by_hand():
-    table = data.read_csv(tables.SPEED / "ppo_continuous_action-HalfCheetah-v4.csv")
-    found = summarise([tuple(row.values()) for row in table])
-    ours, sb3, bare = (found[name] for name in ("compiled", "sb3", "bare"))
-    low, middle, high = sorted(ours.cpu_rates / sb3.cpu_rates)
-    row = cells("all-speeds", "`ppo_continuous_action.py`, HalfCheetah-v4 |")
-    assert cells("speeds", "`ppo_continuous_action.py`, HalfCheetah-v4 |") == row[:4]
-    assert row[1] == f"{np.median(ours.cpu_rates):,.0f}"
-    assert row[2] == f"**{middle:.1f}** ({low:.1f} to {high:.1f})"
-    assert row[3] == f"{np.median(ours.cpu_rates / bare.cpu_rates):.2f}"
-    assert row[5].endswith(f"{sb3.memory:.0f} MB")
-
-
-def test_result_tables_by_hand():
-    scores = played("HalfCheetah-v4", "ppo_continuous_action", "default", range(201, 211))
-    middle = f"{np.mean(scores[2:8]):,.0f}"
-    assert cells("clipped-results", "HalfCheetah-v4, 1M")[2].startswith(f"**{middle}** [")
-    assert cells("head-to-head-evaluation", "HalfCheetah-v4")[2].startswith(f"**{middle}** [")
 
 
 def test_every_extra_that_a_page_installs_exists():

@@ -316,10 +316,6 @@ def test_noise_shifts_the_means_once_an_epoch():
 
 
 # --- compilation ----------------------------------------------------------------------------------
-def test_short_runs_are_not_compiled(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch, "compile", None)
-    train("ppo", tmp_path / "run", "--compile")
-    assert "--compile" not in capsys.readouterr().out  # nor tried to
 
 
 @pytest.mark.slow
@@ -391,15 +387,6 @@ def test_dm_control(tmp_path):
     assert ppo_continuous_action.load(tmp_path / "run")[0].obs_moments.mean.shape == (5,)
 
 
-@pytest.mark.slow
-def test_mujoco_is_filmed(tmp_path):
-    """By its camera that follows, without what takes nine tenths of the time."""
-    flags = "--env-id HalfCheetah-v4 --capture-video --eval-episodes 1"
-    train("ppo_continuous_action", tmp_path / "run", flags)
-    (film,) = (tmp_path / "run" / "videos").glob("*.mp4")
-    assert film.stat().st_size > 10_000
-
-
 LONG = "--total-timesteps 200000 --num-steps 2048 --num-minibatches 32 --update-epochs 10"
 CARTPOLE = "--env-id CartPole-v1 --num-envs 4 --num-steps 128 --num-minibatches 4 --update-epochs 4"
 # Flags; the mean that so many of the last episodes in training exceed, and the first ones do not;
@@ -424,14 +411,3 @@ def test_it_learns(script, flags, last, mean, played, tmp_path):
     scores = [float(score) for _, score, _ in rows(folder)[1:]]
     assert np.mean(scores[:last]) < mean < np.mean(scores[-last:])
     assert np.mean(module.evaluate(module.parse_args(["--evaluate", str(folder)]))) >= played
-
-
-@pytest.mark.slow
-def test_taxi_is_learned_sooner_with_its_masks(tmp_path):
-    """100,000 steps: a random player makes -778, a random one of valid moves -191."""
-    means = []
-    for flag in ("--action-masks", "--no-action-masks"):
-        flags = f"--env-id Taxi-v4 --num-envs 4 --num-steps 128 --num-minibatches 4 {flag}"
-        train("ppo", tmp_path / flag, f"{flags} --update-epochs 4 --total-timesteps 100000")
-        means.append(np.mean([float(score) for _, score, _ in rows(tmp_path / flag)[1:]]))
-    assert means[0] > means[1] + 50

@@ -88,25 +88,17 @@ def test_the_loss_and_its_hinge():
 
 
 def test_advantages_and_returns():
-    def of(truncated, after=0.7, **args):
+    def of(**args):
         last = np.arange(4)[:, None] == 3
-        ends = (last & False, last) if truncated else (last, last & False)
         rewards = np.array([1.0, 2.0, -1.0, 0.5])[:, None]
-        data = Rollout(None, None, None, rewards, *ends, np.ones_like(last))
-        values = np.array([0.3, 0.1, -0.2, 0.4, after])[:, None]
+        data = Rollout(None, None, None, rewards, last & False, last, np.ones_like(last))
+        values = np.array([0.3, 0.1, -0.2, 0.4, 0.7])[:, None]
         return [x[:, 0] for x in script.advantages_and_returns(data, values, Args(**args))]
 
-    for truncated in (False, True):
-        advantages, returns = of(truncated)
-        assert advantages == pytest.approx(
-            [-0.28200761, -0.08871665, 0.20539775, -0.3975], abs=1e-8
-        )
-        assert returns == pytest.approx([0.01246256, 0.00750006, -0.0025125, 0.0025], rel=1e-5)
-    advantages, returns = of(True, bootstrap_truncation=True)
-    assert advantages == pytest.approx([0.3637486, 0.57352948, 0.8845549, 0.299], rel=1e-5)
-    assert returns == pytest.approx([0.69856721, 0.69705248, 0.690505, 0.699], rel=1e-5)
+    assert of()[0] == pytest.approx([-0.28200761, -0.08871665, 0.20539775, -0.3975])
+    assert of()[1] == pytest.approx([0.01246256, 0.00750006, -0.0025125, 0.0025], rel=1e-5)
     for gamma, scale in ((0.999, 1.0), (0.9989, 0.0011), (0.9995, 1.0)):
-        assert of(False, gamma=gamma)[1][-1] == pytest.approx(0.5 * scale)
+        assert of(gamma=gamma)[1][-1] == pytest.approx(0.5 * scale)
 
 
 # --- the servo ------------------------------------------------------------------------------------
@@ -309,7 +301,8 @@ def test_budgets_and_what_a_resumed_run_takes_from_its_flags(tmp_path, monkeypat
         patch.setattr(script, "rollout", rollout)
         first = train(folder, "-n 20 --num-envs 2")
     assert seen[0] == (5, 0) and seen[1][0] == 5 and len(seen) == 2
-    assert first["agent"]["obs_moments.count"] == seen[1][1] + first["global_step"] > 5 * 8
+    assert first["agent"]["obs_moments.count"] == seen[1][1] + first["global_step"]
+    assert seen[1][1] > 5 * 8
     assert sum(number for number, *_ in first["episodes"]) == 25
     assert first["iteration"] == 4 and len(rows(folder)) == 1 + 20
     points = scalars(folder)
