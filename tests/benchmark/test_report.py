@@ -82,6 +82,15 @@ def test_one_seed_has_no_interval():
     assert stats.interval(stats.iqm, [np.ones(3)]) == (1, 1)
 
 
+def test_all_resamples_of_ten_scores():
+    ways, weights = stats.every_resample(10)
+    assert ways.shape == (10, math.comb(19, 10))
+    assert weights[(ways != 3).all(axis=0)].sum() == pytest.approx(0.9**10)
+    scores = np.random.default_rng(1).normal(size=10)
+    exact = stats.interval(stats.iqm, [scores])
+    assert exact == pytest.approx(stats.interval(stats.iqm, [scores], resamples=200_000), abs=0.01)
+
+
 @pytest.mark.parametrize(("seeds", "environments"), stats.COVERAGE)
 def test_coverage(seeds, environments):
     rng, hits, times = np.random.default_rng(seeds), 0, 600
