@@ -25,16 +25,6 @@ def small(monkeypatch):
     small_environments(monkeypatch)
 
 
-@pytest.fixture(scope="module")
-def environments():
-    """The same for all tests of a file, and for what its fixtures train."""
-    from scripts import small_environments
-
-    with pytest.MonkeyPatch.context() as patch:
-        small_environments(patch)
-        yield
-
-
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("slow"):
