@@ -1,7 +1,6 @@
 """What a file may weigh, and what scripts share: the bounds of DESIGN, blocks that are one text,
 and pairs whose `diff` shows mainly the algorithm."""
 
-import difflib
 import subprocess
 
 import pytest
@@ -36,7 +35,6 @@ ALGORITHM = {
     "update",
 }  # fmt: skip
 SPLIT = {"Run", "WorkerEnvs", "PoolEnvs"}  # method by method
-NEAR = {"Run.__init__": 10}  # so many lines, at most, unlike those of ppo_continuous_action
 # All else of one name is one text, but for these scripts, whose groups have a text each
 OWN = {
     "PoolEnvs.__init__": [[PPO], [PIXELS, LSTM]],  # masks; options of Atari, lives and games
@@ -100,11 +98,3 @@ def test_blocks_of_one_name_are_one_text():
         assert len(set.union(*kinds)) == sum(map(len, kinds)), f"{name} of OWN is the shared text"
     assert ALGORITHM | OWN.keys() <= texts.keys()
     assert len(texts["episode_seed"]) == len(SCRIPTS)
-
-
-def test_blocks_that_are_nearly_alike():
-    for name, most in NEAR.items():
-        first = blocks(NOISE)[name][2].splitlines()
-        for script in SCRIPTS:
-            changes = difflib.ndiff(first, blocks(script)[name][2].splitlines())
-            assert sum(line[0] in "+-" for line in changes) <= most, script

@@ -165,20 +165,6 @@ def test_a_bonus_reaches_the_advantages(edited, tmp_path, monkeypatch):
     assert not bonus[~valid].any() and (~valid).any()
 
 
-@pytest.mark.parametrize("name, actor, critic", [("two-rates", 1, 3), ("pretrained-actor", 0.1, 1)])
-def test_rates(name, actor, critic, edited, tmp_path):
-    """Adam's first step moves a parameter by its rate, whatever the gradient."""
-    script = edited(name)
-    one = "--total-timesteps 256 --num-minibatches 1 --update-epochs 1 --no-compile"
-    after = train(script, tmp_path / "run", one)["agent"]
-    before = first_weights(script, tmp_path / "run")
-    if name == "pretrained-actor":
-        before |= torch.load("pretrained.cleanrl_model", weights_only=True)
-    for part, factor in (("actor_mean", actor), ("critic", critic)):
-        start = first_weights(script, tmp_path / "run") if part == "critic" else before
-        assert moved(start, after, part) == pytest.approx(factor * 3e-3, rel=0.02)
-
-
 @pytest.mark.slow
 @EDITS
 def test_an_edit_works_compiled(name, edited, unedited, tmp_path, monkeypatch):

@@ -205,29 +205,6 @@ def test_predict_and_action_probability(script):
     assert typed("`policy.predict_values").shape == (2,)
 
 
-@ALL
-def test_learn_load_and_set_env(script):
-    """`train(Args(...))`, `load` for another environment, and going on in another one."""
-    env_id = "ReachDiscrete-v0" if script is ppo else "Reach-v0"
-    spec, other = gym.spec(env_id), f"Short{env_id}"
-    gym.register(other, spec.entry_point, max_episode_steps=20, kwargs=spec.kwargs)
-    folder = train(script, "--run-dir first")
-    agent, args = script.load(folder, script.make_env(other))
-    assert (args.env_id, agent.act(np.zeros((2, 3))).shape[0]) == (env_id, 2)
-    before = (folder / "episodes.csv").read_text().splitlines()
-    again = f"--resume {folder} --env-id {other} --total-timesteps 2048"
-    script.train(script.parse_args(again.split()))
-    assert json.loads((folder / "run.json").read_text())["args"]["env_id"] == other
-    added = (folder / "episodes.csv").read_text().splitlines()[len(before) :]
-    assert len(added) > 30
-    assert {line.split(",")[3] for line in added[2:]} == {"20"}
-    if script is ppo:  # learning from Python, as the page does it
-        (code,) = re.findall("`(train[^`]*)`", here('`PPO("MlpPolicy"'))
-        folder = eval(code.replace("ID", env_id).replace("100_000", "1024"), vars(script))
-        given = json.loads((folder / "run.json").read_text())
-        assert (given["global_step"] // 100, given["args"]["env_id"]) == (10, env_id)
-
-
 # --- your_environment.md --------------------------------------------------------------------------
 def test_the_environment_and_its_commands(place, monkeypatch, capsys):
     """Those of the page, one after the other, with fewer steps."""

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from program import ROOT, Toy, Waits, assert_same, free_port, rows, status, train_until_killed
+from program import ROOT, Toy, Waits, assert_same, free_port, rows, train_until_killed
 from scripts import SMALL
 
 import ppo_atari_multigpu as script
@@ -301,16 +301,6 @@ def test_the_network_is_its_formula(flags):
     assert p.max() - p.min() > 0.1 and agent.act(obs[:1])[0] == p.argmax()
 
 
-def change(flags: str, device: str = "cpu") -> torch.Tensor:
-    """How two updates change the parameters."""
-    args = parse(f"--num-envs 8 --num-steps 6 --num-minibatches 2 --update-epochs 1 {flags}")
-    agent, data = new_agent(args, device), noise_rollout(6, device=device)
-    gradient, start = script.compile_grad(agent, args), vector(agent)
-    for k in range(2):
-        script.update(agent, data, args, k, gradient)
-    return (vector(agent) - start).cpu()
-
-
 # --- compiled -------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_compiled_code_follows_numbers_of_args():
@@ -343,17 +333,6 @@ def test_acting_in_a_cuda_graph_is_acting(flags, toys, monkeypatch, capsys):
             torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
     assert isinstance(player.act.graph, torch.cuda.CUDAGraph)
     assert "going on eagerly" not in capsys.readouterr().out
-
-
-@pytest.mark.gpu
-@GPU
-@pytest.mark.parametrize("flags", ["--compile", "--compile --cudagraphs"])
-def test_compiled_on_a_gpu_learns_nearly_the_same(flags, tmp_path, toys, capsys, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    torch.testing.assert_close(change(flags, "cuda"), change("", "cuda"), atol=1e-6, rtol=0)
-    script.train(small(f"{flags} --cuda --run-dir {tmp_path / 'run'} --total-timesteps 96"))
-    assert "going on eagerly" not in capsys.readouterr().out
-    assert status(tmp_path / "run") == "finished"
 
 
 # --- as a program ---------------------------------------------------------------------------------

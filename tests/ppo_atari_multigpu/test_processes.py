@@ -143,16 +143,3 @@ def test_a_rank_killed_on_the_other_node_brings_all_back(tmp_path):
     codes = two_nodes([tmp_path, tmp_path], fault, restarts=3)
     assert codes == [0, 0], (tmp_path / "log").read_text()
     check_logs(tmp_path / "run", 8)
-
-
-def test_only_the_first_node_needs_to_see_the_folder(tmp_path):
-    """A run that was cut off goes on also where the others find nothing."""
-    folders = [tmp_path / name for name in "ab"]
-    for folder in folders:
-        folder.mkdir()
-    stop = "if calls == 8 * 5 + 3: os.kill(os.getpid(), signal.SIGUSR1)"
-    for fault, iterations in ((stop, 6), ("pass", 8)):
-        codes = two_nodes(folders, fault)
-        (run,) = [folder / "run" for folder in folders if (folder / "run").exists()]
-        assert (codes == [0, 0]) == (iterations == 8), (run.parent / "log").read_text()
-        check_logs(run, iterations)

@@ -15,7 +15,7 @@ import stable_baselines3
 import torch
 from common import make
 from gymnasium import spaces
-from program import rows, scalars
+from program import rows
 from scripts import train
 from stable_baselines3.common.logger import Logger
 from torch import nn
@@ -316,29 +316,6 @@ def test_noise_shifts_the_means_once_an_epoch():
 
 
 # --- compilation ----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@both
-@pytest.mark.parametrize("more", ["", "--target-kl None --num-envs 3 --norm-adv --clip-vloss"])
-def test_compiled_is_eager_to_rounding(script, more, tmp_path, monkeypatch):
-    """Minibatches of two sizes, junk rows, coefficients that fall; resumed to the same bits."""
-    plain, steps = script.compile_step, []
-    spy = lambda *given: steps.append(plain(*given)) or steps[-1]  # noqa: E731
-    monkeypatch.setattr(script, "compile_step", spy)
-    flags = "--num-steps 128 --num-minibatches 3 --update-epochs 2 --compile-from 0 --ent-coef 0.1"
-    flags += f" --anneal-ent-coef --total-timesteps 1024 {more}"
-    runs = [
-        train(script.__name__, tmp_path / how, f"{flags} --{how}")
-        for how in ("compile", "no-compile")
-    ]
-    assert [step is script.minibatch_step for step in steps] == [False, True]
-    for name, value in runs[1]["agent"].items():
-        torch.testing.assert_close(runs[0]["agent"][name], value, rtol=1e-3, atol=1e-4)
-    losses = scalars(tmp_path / "no-compile")
-    for tag, points in scalars(tmp_path / "compile").items():
-        values, expected = ([value for _, value in x] for x in (points, losses[tag]))
-        assert values == pytest.approx(expected, rel=1e-2, abs=1e-3), tag
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from program import ROOT, Waits, assert_same, installed, returns, rows, status
+from program import ROOT, Waits, assert_same, installed, returns, rows
 from reference import Seen, mlp, parameters
 from scripts import refused
 
@@ -157,19 +157,6 @@ def test_a_graph_is_recorded_again_after_a_change(monkeypatch):
 
 @pytest.mark.gpu
 @gpu
-def test_a_changed_number_is_recorded_again_on_a_gpu():
-    def numbers(record) -> list[float]:
-        metrics, *_ = seven(record, small(), "cuda", numbers_change)
-        return [x["losses/value_loss"] for x in metrics]
-
-    recorded = numbers(script.Recorded)
-    assert recorded == pytest.approx(numbers(lambda function: function), rel=1e-2)
-    (unchanged, *_) = seven(script.Recorded, small(), "cuda")
-    assert abs(unchanged[-1]["losses/value_loss"] / recorded[-1] - 1.0) > 0.1
-
-
-@pytest.mark.gpu
-@gpu
 def test_cuda_graphs_are_eager_to_rounding(tmp_path):
     flags = f"--cuda --total-timesteps {8 * STEPS}"
     plain = train(tmp_path / "plain", f"{flags} --no-cudagraphs")
@@ -178,19 +165,6 @@ def test_cuda_graphs_are_eager_to_rounding(tmp_path):
     for name, x in plain["agent"].items():
         assert torch.allclose(x, graphs["agent"][name], rtol=1e-3, atol=1e-5), name
     assert len(rows(tmp_path / "plain")) == len(rows(tmp_path / "graphs"))
-
-
-@pytest.mark.gpu
-@gpu
-@no_warp
-@pytest.mark.parametrize("env_id", script.TASKS)
-@pytest.mark.parametrize("more", ["", "--no-cudagraphs"])
-def test_warp_trains_on_a_gpu(env_id, more, tmp_path):
-    flags = f"--cuda --env-id {env_id} --num-envs 256 --hidden 64 64 --no-stagger-episodes {more}"
-    train(tmp_path, f"{flags} --num-steps 100 --total-timesteps {12 * 100 * 256}")
-    assert status(tmp_path) == "finished" and len(rows(tmp_path)) > 256
-    argv = ["--evaluate", str(tmp_path), "--eval-episodes", "2"]
-    assert np.isfinite(script.evaluate(script.parse_args(argv))).all()
 
 
 # --- a program ------------------------------------------------------------------------------------

@@ -193,11 +193,8 @@ def test_sizes_rates_entropy_and_weights(env):
         error = 4 / (2 * scaled.numel()) ** 0.5
         assert scaled.std(correction=0).item() == pytest.approx(1.0, abs=max(error, 0.01))
     assert (agent.actor[2].weight * agent.actor[2].in_features ** 0.5).abs().max() > 3.0
-    numbers = {"hid1_mult": 3, "policy_logvar": -2.0, "learning_rate": 1e-3}
-    agent, _ = make_agent(11, 3, value_learning_rate=2e-3, **numbers)  # as given
+    agent, _ = make_agent(11, 3, hid1_mult=3, policy_logvar=-2.0)  # as given
     assert [layer.out_features for layer in layers(agent.actor)] == [36, 32, 30, 3]
-    assert agent.policy_adam.defaults["lr"] == 1e-3
-    assert agent.value_adam.param_groups[0]["lr"] == 2e-3
     assert agent.actor_logvar.tolist() == [-2.0] * 3
 
 

@@ -1,7 +1,6 @@
 """ppo_lstm.py: the memory's state where episodes begin and end, acting with it, going on with it.
 What it shares with ppo_pixels.py is tested there, an update in algorithms/test_lstm.py."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -46,12 +45,8 @@ class Known(gym.Env):
 gym.register("Known-v0", Known)
 
 
-def parse(flags: str = "", module=script) -> Args:
-    return module.parse_args(f"--env-id Known-v0 {SMALL} {flags}".split())
-
-
-def train(folder: Path, flags: str = "", module=script) -> Path:
-    return module.train(parse(f"--run-dir {folder} {flags}", module))
+def parse(flags: str = "") -> Args:
+    return script.parse_args(f"--env-id Known-v0 {SMALL} {flags}".split())
 
 
 # --- the memory -----------------------------------------------------------------------------------
@@ -131,7 +126,7 @@ def test_learning_goes_through_the_states_that_acting_went_through(flags):
 @MEMORIES
 def test_a_saved_policy_acts_as_it_did(tmp_path, flags):
     """A loop of one's own, over gymnasium's environment, is what --evaluate plays."""
-    folder = train(tmp_path / "run", f"--total-timesteps 128 {flags}")
+    folder = script.train(parse(f"--run-dir {tmp_path / 'run'} --total-timesteps 128 {flags}"))
     agent, args = script.load(folder)
     seed = script.episode_seed(args.seed, 2**31)
     env, state, played = gym.make("Known-v0"), agent.initial_state(1), []
