@@ -672,6 +672,8 @@ class PoolEnvs:
         self.observation_space = gym.spaces.flatten_space(self.space)
         if self.vector.spec.config.max_num_players > 1:
             raise gym.error.Error("a game of several players")
+        if "mission" in getattr(self.space, "spaces", {}):  # MiniGrid's, in letters
+            raise gym.error.Error("a mission and an image: use ppo_pixels.py")
         self.action_masks = args.action_masks
         self.obs = self.with_masks(*self.vector.reset())  # [N, D], perhaps followed by masks
         self.autoreset = np.zeros(num_envs, bool)  # [N], the next step begins an episode

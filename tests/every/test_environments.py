@@ -231,6 +231,40 @@ def test_envpools_vector_is_trained_on_played_and_resumed(script, env_id, tmp_pa
     assert len({tuple(row) for row in np.concatenate([first, resumed])}) == 6
 
 
+@pytest.mark.parametrize("script", CHOICES)
+def test_games_of_envpool(script, tmp_path, capfd, monkeypatch):
+    """Its mask of 2048's moves is followed; several players are refused; MiniGrid's mission, which
+    is letters as numbers, is left out, or else the environment."""
+    make, valid = envpool.make, []
+
+    def noted(task, **options):
+        vector = make(task, **options)
+        step, mask = vector.step, np.ones((options["num_envs"], 4), bool)
+
+        def play(actions):
+            valid.extend(mask[np.arange(len(mask)), actions])
+            *result, info = step(actions)
+            mask[:] = info["legal_action_mask"]
+            mask[result[2] | result[3]] = True  # the next action is ignored
+            return *result, info
+
+        vector.step = play
+        return vector
+
+    monkeypatch.setattr(envpool, "make", noted)
+    train(script, tmp_path / "2048", "--env-id envpool:Play2048-v1", 8)
+    assert len(valid) == 128 and all(valid)
+    monkeypatch.setattr(envpool, "make", make)
+    players = "--env-id envpool:TicTacToe-v1"
+    refused(capfd, "several players", train, script, tmp_path / "players", players)
+    grid = tmp_path / "grid", "--env-id envpool:MiniGrid-Empty-5x5-v0"
+    if script == "ppo":
+        refused(capfd, "use ppo_pixels.py", train, script, *grid)
+    else:
+        train(script, *grid)
+        assert "image (7, 7, 3); not obs/mission" in "".join(capfd.readouterr())
+
+
 def test_envpools_time_limit_returns_the_true_last_observation():
     """HalfCheetah's step 1000: truncated, its observation a small step from the one before and no
     reset's; the next step ignores its action and pays nothing."""

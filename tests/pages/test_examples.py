@@ -172,6 +172,26 @@ def test_stable_baselines3s_defaults():
     assert theirs["vf_coef"].default == args.vf_coef * 0.5
 
 
+@pytest.mark.parametrize("name", ["ppo_lstm", "ppo_pixels", "ppo_pettingzoo"])
+def test_commands_for_games_have_cleanrls_defaults(name):
+    """Those of ppo_atari_lstm.py, ppo_procgen.py and ppo_pettingzoo_ma_atari.py."""
+    page = (ROOT / "docs" / f"{name}.md").read_text().replace("\\\n", " ")
+    pattern = rf"^ +python {name}\.py (--env-id (?:envpool|atari).*--total-.*)$"
+    commands = re.findall(pattern, page, re.M)
+    args = vars(importlib.import_module(name).parse_args(shlex.split(commands[0])))
+    theirs = {
+        "total_timesteps": 10_000_000, "learning_rate": 2.5e-4, "num_envs": 8, "num_steps": 128,
+        "num_minibatches": 4, "update_epochs": 4, "gamma": 0.99, "gae_lambda": 0.95,
+        "anneal_lr": True, "norm_adv": True, "clip_coef": 0.1, "clip_vloss": True,
+        "ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5, "target_kl": None,
+    }  # fmt: skip
+    if name == "ppo_pixels":  # Procgen
+        theirs |= {"total_timesteps": 25_000_000, "num_envs": 64, "num_steps": 256, "gamma": 0.999}
+        theirs |= {"learning_rate": 5e-4, "num_minibatches": 8, "update_epochs": 3}
+        theirs |= {"anneal_lr": False, "clip_coef": 0.2}
+    assert {flag: args[flag] for flag in theirs} == theirs
+
+
 @pytest.mark.parametrize("script", GYMNASIUM[:2], ids=lambda x: x.__name__)
 def test_predict_and_action_probability(script):
     """What the page types into Python, by the definitions of the distributions."""
