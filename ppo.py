@@ -79,6 +79,7 @@ class Args:
     # Environments
     env_id: str = "CartPole-v1"  # gymnasium's id, module:Id or envpool:Id; discrete actions
     env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
+    max_episode_steps: int | None = None  # truncate episodes after that many steps
     num_envs: int = 4  # environments played side by side
     env_workers: int = 0  # processes (EnvPool: threads) for the environments; 0: the main process
 
@@ -113,10 +114,11 @@ class Args:
             least = 0 if name in ("seed", "compile_from", "env_workers") else 1
             if type(value) is int and value < least:
                 raise ValueError(f"{name} is {value}: at least {least} is needed")
-        try:
-            dict(**json.loads(self.env_kwargs))
-        except (TypeError, ValueError):
-            raise ValueError(f"env_kwargs is {self.env_kwargs}: no JSON object") from None
+        options = json.loads(self.env_kwargs)
+        if type(options) is not dict:
+            raise ValueError(f"env_kwargs is {self.env_kwargs}: no JSON object")
+        if self.max_episode_steps:
+            self.env_kwargs = json.dumps(options | {"max_episode_steps": self.max_episode_steps})
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -327,6 +329,7 @@ def train(args: Args) -> Path:
     torch.set_num_threads(args.num_threads)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
+    here = Path.cwd()  # an environment may change it
     envs = make_envs(args, args.num_envs, checkpoint)
     torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
     agent = Agent(envs, args).to(device)
@@ -336,7 +339,8 @@ def train(args: Args) -> Path:
         agent.adam = {name: checkpoint["adam"][name].to(device) for name in agent.adam}
         agent.rng.bit_generator.state = checkpoint["rng"]
     step = compile_step(agent, args)
-    with contextlib.closing(envs), Run(args, checkpoint) as run, stop_signals() as signals:
+    with contextlib.closing(envs), Run(args, checkpoint, here) as run, stop_signals() as signals:
+        run.bar.write(f"masks of valid actions: {envs.obs.shape[-1] > agent.dim}")
         save(run, agent)
         while run.iteration < args.num_iterations and not signals:
             remaining = 1.0 - run.iteration / args.num_iterations
@@ -354,7 +358,7 @@ def train(args: Args) -> Path:
                 save(run, agent)
         save(run, agent)
     # a line to paste: this interpreter, this file; a module must be named again
-    program = [min(x, os.path.relpath(x), key=len) for x in (sys.executable, __file__)]
+    program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
     module = ["--env-id", args.env_id] if ":" in args.env_id.removeprefix("envpool:") else []
     if run.iteration < args.num_iterations:
         print("go on with:", shlex.join([*program, "--resume", str(run.folder), *module]))
@@ -419,9 +423,8 @@ def check_actor(agent: Agent, obs: np.ndarray, actions: np.ndarray):
     """Raise RuntimeError if `act` and `get_action_and_value` differ in the log-probabilities
     of actions [B, branches] at observations [B, D]."""
     device = agent.adam["steps"].device
-    obs, actions, scores = (
-        torch.as_tensor(x, device=device) for x in (obs, actions, numpy_scores(agent)(obs))
-    )
+    rows = obs, actions, numpy_scores(agent)(obs)
+    obs, actions, scores = (torch.as_tensor(x, device=device) for x in rows)
     parts = scores.split(agent.choices, dim=-1)
     choices = zip(parts, actions.split(1, dim=-1), strict=True)
     logprob = sum(part.log_softmax(-1).gather(-1, choice).squeeze(-1) for part, choice in choices)
@@ -476,18 +479,18 @@ def compile_step(agent: Agent, args: Args):
 
 # --- environments ---------------------------------------------------------------------------------
 def make_env(env_id: str, /, **options) -> gym.Env:
-    """A gymnasium environment with flat observations."""
+    """A gymnasium environment."""
     gym.logger.min_level = gym.logger.ERROR  # no warning that v4 ids are old
     env = gym.make(env_id, **{"disable_env_checker": True} | options)
     check_spaces(env.observation_space, env.action_space)
-    space = env.observation_space
-    return env if gym.spaces.flatten_space(space) == space else gym.wrappers.FlattenObservation(env)
+    return env
 
 
 def check_spaces(space: gym.Space, actions: gym.Space):
     """Raise gymnasium's Error for spaces that this script can't learn with."""
-    if space.dtype == np.uint8 and len(space.shape) > 1:
-        raise gym.error.Error("observations are images: use ppo_pixels.py")
+    images = space.dtype == np.uint8 and np.sum(np.greater(space.shape, 35)) > 1
+    if images or not isinstance(gym.spaces.flatten_space(space), gym.spaces.Box):
+        raise gym.error.Error(f"{space}: no vector of a fixed size; for images: ppo_pixels.py")
     if not isinstance(actions, Discrete | MultiDiscrete | MultiBinary):
         raise gym.error.Error(f"{actions}: for a Box of actions use ppo_continuous_action.py")
 
@@ -515,10 +518,12 @@ def branches(space: gym.Space) -> list[int]:
     return space.nvec.ravel().tolist()
 
 
-def masked_space(env: gym.Env) -> gym.spaces.Dict | None:
-    """The Dict with an action_mask whose numbers the flat observation is, if there is one."""
-    space = env.env.observation_space if isinstance(env, gym.wrappers.FlattenObservation) else None
-    return space if "action_mask" in getattr(space, "spaces", ()) else None
+def find_mask(env: gym.Env, info: dict | None):
+    """The mask of valid choices that an environment gives, if there is one."""
+    for name in ("action_mask", "legal_action_mask"):
+        if info and name in info:
+            return info[name]
+    return env.get_wrapper_attr("action_masks")() if env.has_wrapper_attr("action_masks") else None
 
 
 class Envs:
@@ -536,11 +541,11 @@ class Envs:
         for index in indices:
             episode_seed(args.seed, index)  # for what a constructor draws
             self.envs.append(make_env(args.env_id, **json.loads(args.env_kwargs)))
-        self.observation_space = self.envs[0].observation_space
+        self.space = self.envs[0].observation_space
+        self.observation_space = gym.spaces.flatten_space(self.space)
         self.action_space = self.envs[0].action_space
         self.episode_numbers = [0] * len(self.envs)
         self.autoreset = np.zeros(len(self.envs), bool)  # [N], the next step begins an episode
-        self.masked = masked_space(self.envs[0])
         self.rows = [None] * len(self.envs)
         for i in range(len(self.envs)):
             number, _, actions = episodes[indices[i]] if episodes else (0, 0.0, [])
@@ -554,22 +559,20 @@ class Envs:
         self.episode_numbers[i] = number
         self.autoreset[i] = False
         seed = episode_seed(self.args.seed, self.indices[i], number)
-        self.rows[i] = self.with_mask(*self.envs[i].reset(seed=seed))
+        self.rows[i] = self.with_mask(self.envs[i], *self.envs[i].reset(seed=seed % 2**31))
 
     def play(self, i: int, action: np.ndarray):
         """One step of an environment: reward, terminated, truncated."""
-        obs, reward, terminated, truncated, info = self.envs[i].step(action)
+        raw, reward, terminated, truncated, info = self.envs[i].step(action)
         self.autoreset[i] = terminated or truncated
-        self.rows[i] = self.with_mask(obs, info)
+        self.rows[i] = self.with_mask(self.envs[i], raw, info)
         return np.asarray(reward).item(), terminated, truncated
 
-    def with_mask(self, obs: np.ndarray, info: dict) -> np.ndarray:
+    def with_mask(self, env: gym.Env, raw, info: dict | None) -> np.ndarray:
         """The observation [D] and, if there is one, its mask of valid choices [sum of branches]."""
-        mask = info.get("action_mask", info.get("legal_action_mask"))
-        if self.masked:
-            mask = gym.spaces.unflatten(self.masked, obs)["action_mask"]
+        mask = find_mask(env, (info or {}) | (raw if isinstance(raw, dict) else {}))
         # a longer one would pass as a mask
-        obs = np.asarray(obs, np.float32).reshape(self.observation_space.shape)
+        obs = np.float32(gym.spaces.flatten(self.space, raw)).reshape(self.observation_space.shape)
         if mask is None or not self.args.action_masks:
             return obs
         return np.hstack([obs, np.hstack(mask)]).astype(np.float32)
@@ -596,18 +599,19 @@ class Envs:
 def worker_loop(pipe, *envs_arguments):
     """In a worker process: make Envs, step them with the actions that come, until the pipe ends."""
     for number in SIGNALS:  # the main process decides when to stop
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)  # programs started here would inherit SIG_IGN
     try:
         with contextlib.closing(Envs(*envs_arguments)) as envs:
             reply = envs.observation_space, envs.action_space
             while True:
                 pipe.send((envs.obs, envs.autoreset, *reply))
                 reply = envs.step(pipe.recv())
-    except (EOFError, ConnectionError):
-        pass  # the main process has closed the pipe, or was killed
-    except BaseException as error:
-        error.add_note(f"in a worker process: {traceback.format_exc()}")
-        pipe.send(error)
+    except (gym.error.Error, ImportError) as error:
+        reply = error
+    except BaseException:  # sys.exit, too, and what can't be sent
+        reply = RuntimeError(f"in a worker process: {traceback.format_exc()}")
+    with contextlib.suppress(ConnectionError):  # the main process has ended, too
+        pipe.send(reply)
 
 
 class WorkerEnvs:
@@ -716,17 +720,15 @@ def make_envs(args: Args, num_envs: int, checkpoint: dict):
         if args.env_workers and num_envs > 1:
             return WorkerEnvs(args, episodes)
         return Envs(args, range(num_envs), episodes)
-    except (gym.error.Error, ImportError, TypeError) as error:
-        if isinstance(error, TypeError) and "unexpected keyword" not in str(error):
-            raise  # not by a wrong argument
-        fail(f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}: {error!r}")
+    except (gym.error.Error, ImportError, SystemExit) as error:
+        fail(f"--env-id {args.env_id}: {error!r}; see docs/your_environment.md")
 
 
 # --- run folder and checkpoints -------------------------------------------------------------------
 class Run:
     """A run's folder, logs and counters. While it is open, no other process can use the folder."""
 
-    def __init__(self, args: Args, checkpoint: dict):
+    def __init__(self, args: Args, checkpoint: dict, here: Path = Path()):
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
         self.global_step = checkpoint.get("global_step", 0)
         self.iteration = checkpoint.get("iteration", 0)
@@ -735,7 +737,7 @@ class Run:
         # each environment's running episode: its number, return and actions so far
         self.episodes = checkpoint.get("episodes") or [(0, 0.0, [])] * args.num_envs
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
-        self.folder = args.resume or args.run_dir or Path("runs") / name
+        self.folder = here / (args.resume or args.run_dir or Path("runs") / name)
         self.folder.mkdir(parents=True, exist_ok=self.folder.name != name)
         self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
         try:
@@ -769,6 +771,8 @@ class Run:
         return self
 
     def __exit__(self, kind, *_):
+        if kind is SystemExit:  # an environment's, which would end without a word
+            traceback.print_exc()
         ended = self.iteration == self.args.num_iterations
         self.write_json("failed" if kind else "finished" if ended else "running")
         self.bar.close()
@@ -845,6 +849,9 @@ def load_checkpoint(folder: Path) -> dict:
     try:
         path = Path(folder) / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        script = checkpoint.get("script", Path(__file__).name)
+        if script != Path(__file__).name and {*checkpoint["args"]} - {*Args.__annotations__}:
+            raise ValueError(f"it is of {script}")  # not of a copy under another name
         args = Args(**{k: v for k, v in checkpoint["args"].items() if k in Args.__annotations__})
     except Exception as error:  # damaged files raise errors of many kinds
         fail(f"{folder}: no checkpoint of this script: {error!r}")
@@ -899,41 +906,40 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily, then with sampled actions; returns the greedy
-    returns. `capture_video` records the greedy episodes into its videos/."""
+    """Play the run in `args.evaluate` with sampled actions, then the same episodes greedily;
+    returns the greedy returns. `capture_video` records the first of these into its videos/."""
+    folder = args.evaluate.absolute()
     options = json.loads(args.env_kwargs)
     if args.capture_video:
         options["render_mode"] = "rgb_array"
     seed = episode_seed(args.seed, 2**31)
-    envs = make_envs(replace(args, seed=seed, env_kwargs=json.dumps(options)), 1, {})
-    if args.capture_video:
-        env = envs.envs[0]
-        videos = str(args.evaluate / "videos")
-        envs.envs[0] = gym.wrappers.RecordVideo(env, videos, lambda k: k < args.eval_episodes)
-        envs.begin(0, number=0)
-    returns = {"eval": [], "sampled": []}
-    with contextlib.closing(envs):
-        agent, _ = load(args.evaluate, envs)
-        act = numpy_actor(agent)
-        for name, done in returns.items():
-            score = 0.0
-            while len(done) < args.eval_episodes:
+    args = replace(args, seed=seed, env_kwargs=json.dumps(options))
+    for name in ("sampled", "eval"):
+        envs = make_envs(args, 1, {})
+        if args.capture_video and name == "eval":
+            env = envs.envs[0]
+            envs.envs[0] = gym.wrappers.RecordVideo(env, f"{folder}/videos", lambda k: k == 0)
+            envs.begin(0, number=0)
+        returns = []
+        score = 0.0
+        with contextlib.closing(envs):
+            agent, _ = load(folder, envs)
+            act = numpy_actor(agent)
+            while len(returns) < args.eval_episodes:
                 noise = agent.noise(1) if name == "sampled" else None
                 rewards, *_ = envs.step(act(envs.obs, noise))
                 score += float(rewards[0])
                 if envs.autoreset[0]:
-                    print(f"{name}_episode={len(done)}, episodic_return={score:.2f}")
-                    done.append(score)
+                    print(f"{name}_episode={len(returns)}, episodic_return={score:.2f}")
+                    returns.append(score)
                     score = 0.0
-            print(f"{name}, {len(done)} episodes: {np.mean(done):.2f} +- {np.std(done):.2f}")
-    return returns["eval"]
+        print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
+    return returns
 
 
 # --- command line ---------------------------------------------------------------------------------
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args. With --resume or --evaluate the defaults are that run's."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
     def run_folder(resume: Path | None = None, evaluate: Path | None = None):
         return resume or evaluate
@@ -942,8 +948,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
     checkpoint = load_checkpoint(folder) if folder else {}
     saved = checkpoint.get("args", Args())
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
-    if args.resume and "iteration" not in checkpoint:
-        fail(f"{folder} is of commit e500984 or older, which resumes it; --evaluate works here")
     for name in ("seed", "num_envs", "num_steps"):
         if args.resume and getattr(args, name) != getattr(saved, name):
             fail(f"{name}: {folder} keeps its {getattr(saved, name)}: leave the flag out")

@@ -542,7 +542,8 @@ def join(args: Args | None) -> tuple[Args, torch.device, int]:
         dist.init_process_group(args.backend or backend, **more)
     if RANK == 0:
         print(f"processes: {args.world_size} x {device}")
-    return args, device, max(1, cores // neighbours)
+    threads = cores // neighbours if args.world_size > 1 else torch.get_num_threads()
+    return args, device, max(1, threads)
 
 
 def meet(args: Args | None) -> tuple[dist.Store, Args]:
@@ -655,7 +656,7 @@ class Run:
     """A run's counters and, in rank 0, its folder and logs. While it is open, no other process can
     use the folder."""
 
-    def __init__(self, args: Args, checkpoint: dict):
+    def __init__(self, args: Args, checkpoint: dict, here: Path = Path()):
         # folders may move, and processes may be more or fewer
         self.args = replace(args, run_dir=None, resume=None, evaluate=None, local_num_envs=0)
         self.global_step = checkpoint.get("global_step", 0)
@@ -666,7 +667,7 @@ class Run:
         if RANK > 0:
             return
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
-        self.folder = args.resume or args.run_dir or Path("runs") / name
+        self.folder = here / (args.resume or args.run_dir or Path("runs") / name)
         self.folder.mkdir(parents=True, exist_ok=self.folder.name != name)
         self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
         try:
@@ -778,6 +779,9 @@ def load_checkpoint(folder: Path) -> dict:
     try:
         path = Path(folder) / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        script = checkpoint.get("script", Path(__file__).name)
+        if script != Path(__file__).name and {*checkpoint["args"]} - {*Args.__annotations__}:
+            raise ValueError(f"it is of {script}")  # not of a copy under another name
         args = Args(**{k: v for k, v in checkpoint["args"].items() if k in Args.__annotations__})
     except Exception as error:  # damaged files raise errors of many kinds
         fail(f"{folder}: no checkpoint of this script: {error!r}")
@@ -890,8 +894,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
         if '"status": "finished"' in (folder / "run.json").read_text():
             fail(f"a finished run is there: --resume {folder} --total-timesteps N goes on with it")
         args = replace(args, resume=folder, run_dir=None)
-    if args.resume and "iteration" not in checkpoint:
-        fail(f"{folder} is of commit e500984 or older, which resumes it; --evaluate works here")
     if args.resume and args.num_iterations < checkpoint["iteration"]:
         fail(f"--total-timesteps {args.total_timesteps}: {folder} has trained more")
     for name in ("seed", "num_envs", "num_steps", "env_id"):

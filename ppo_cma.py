@@ -84,6 +84,7 @@ class Args:
     # Environments
     env_id: Annotated[str, arg(aliases=["--env-name"])] = "Humanoid-v4"  # with a finite action Box
     env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
+    max_episode_steps: int | None = None  # truncate episodes after that many steps
     num_envs: int = 1  # environments played side by side; their whole episodes are pooled
     env_workers: int = 0  # processes for the environments; 0: the main process
     action_repeat: int = 2  # steps for which an action is held; their rewards are summed
@@ -109,10 +110,11 @@ class Args:
             least = {"seed": 0, "env_workers": 0, "n_updates": 2}.get(name, 1)
             if type(value) is int and value < least:
                 raise ValueError(f"{name} is {value}: at least {least} is needed")
-        try:
-            dict(**json.loads(self.env_kwargs))
-        except (TypeError, ValueError):
-            raise ValueError(f"env_kwargs is {self.env_kwargs}: no JSON object") from None
+        options = json.loads(self.env_kwargs)
+        if type(options) is not dict:
+            raise ValueError(f"env_kwargs is {self.env_kwargs}: no JSON object")
+        if self.max_episode_steps:
+            self.env_kwargs = json.dumps(options | {"max_episode_steps": self.max_episode_steps})
         if self.mode not in MODES:
             raise ValueError(f"mode {self.mode}: not one of {', '.join(MODES)}")
         if self.env_id.startswith("envpool:"):
@@ -419,7 +421,7 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs", run: "Run", args: Args) -> 
             playing &= ~ended | (total < args.iter_steps)
             envs.step(actions, playing & ended)  # begins new episodes
         if len(rows) > args.iter_steps + 100_000:
-            raise RuntimeError("""an endless episode: --env-kwargs '{"max_episode_steps": 1000}'""")
+            raise RuntimeError("an endless episode: --max-episode-steps 1000")
     obs, actions, rewards, ended, steps = (np.array(x) for x in zip(*rows, strict=True))  # [T, N]
     episodes = whole_episodes(ended)
     run.log_rollout(rewards, steps, episodes)  # rewards changed later are learned, not logged
@@ -433,6 +435,7 @@ def train(args: Args) -> Path:
     torch.set_num_threads(args.num_threads)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
+    here = Path.cwd()  # an environment may change it
     envs = make_envs(args, args.num_envs, checkpoint)
     torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
     agent = Agent(envs, args).to(device)
@@ -445,7 +448,7 @@ def train(args: Args) -> Path:
         agent.generator.set_state(checkpoint["generator"])
     else:
         pretrain_policy(agent, args)
-    with contextlib.closing(envs), Run(args, checkpoint) as run, stop_signals() as signals:
+    with contextlib.closing(envs), Run(args, checkpoint, here) as run, stop_signals() as signals:
         save(run, agent)
         while run.global_step < args.total_timesteps and not signals:
             remaining = 1.0 - run.global_step / args.total_timesteps
@@ -461,7 +464,7 @@ def train(args: Args) -> Path:
                 save(run, agent)
         save(run, agent)
     # a line to paste: this interpreter, this file; a module must be named again
-    program = [min(x, os.path.relpath(x), key=len) for x in (sys.executable, __file__)]
+    program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
     module = ["--env-id", args.env_id] if ":" in args.env_id else []
     if run.global_step < args.total_timesteps:
         print("go on with:", shlex.join([*program, "--resume", str(run.folder), *module]))
@@ -570,8 +573,9 @@ def make_env(env_id: str, /, **options) -> gym.Env:
 
 def check_spaces(space: gym.Space, actions: gym.Space):
     """Raise gymnasium's Error for spaces that this script can't learn with."""
-    if space.dtype == np.uint8 and len(space.shape) > 1:
-        raise gym.error.Error("observations are images: use ppo_pixels.py")
+    images = space.dtype == np.uint8 and np.sum(np.greater(space.shape, 35)) > 1
+    if images or not isinstance(gym.spaces.flatten_space(space), gym.spaces.Box):
+        raise gym.error.Error(f"{space}: no vector of a fixed size; for images: ppo_pixels.py")
     if not isinstance(actions, gym.spaces.Box):
         raise gym.error.Error(f"{actions}: a Box of actions is needed; for discrete ones: ppo.py")
     sides = np.float32(actions.high) - np.float32(actions.low)
@@ -589,12 +593,12 @@ def episode_seed(*key: int) -> int:
 
 
 def env_actions(box: gym.spaces.Box, actions: np.ndarray) -> np.ndarray:
-    """Actions [N, A], clipped before, in the box's shape and type; rounded if it has whole
-    numbers."""
+    """Actions [N, A] in the box's shape and type, rounded if it has whole numbers. They were
+    clipped, but to bounds of 32 bits."""
     shaped = actions.reshape(-1, *box.shape)
-    if box.dtype.kind in "iu":
+    if box.dtype.kind in "iub":
         shaped = np.rint(shaped)
-    return shaped.astype(box.dtype, copy=False)
+    return np.minimum(np.maximum(shaped, box.low), box.high).astype(box.dtype, copy=False)
 
 
 class Envs:
@@ -624,7 +628,7 @@ class Envs:
         """Begin an environment's episode of this number."""
         self.episode_numbers[i] = number
         seed = episode_seed(self.args.seed, self.indices[i], number)
-        obs, _ = self.envs[i].reset(seed=seed)
+        obs, _ = self.envs[i].reset(seed=seed % 2**31)
         self.obs[i] = np.reshape(obs, self.observation_space.shape)  # no other shape is broadcast
 
     def step(self, actions: np.ndarray, playing: np.ndarray):
@@ -657,18 +661,19 @@ class Envs:
 def worker_loop(pipe, *envs_arguments):
     """In a worker process: make Envs, step them with the actions that come, until the pipe ends."""
     for number in SIGNALS:  # the main process decides when to stop
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)  # programs started here would inherit SIG_IGN
     try:
         with contextlib.closing(Envs(*envs_arguments)) as envs:
             reply = envs.observation_space, envs.action_space
             while True:
                 pipe.send((envs.obs, envs.autoreset, *reply))
                 reply = envs.step(*pipe.recv())
-    except (EOFError, ConnectionError):
-        pass  # the main process has closed the pipe, or was killed
-    except BaseException as error:
-        error.add_note(f"in a worker process: {traceback.format_exc()}")
-        pipe.send(error)
+    except (gym.error.Error, ImportError) as error:
+        reply = error
+    except BaseException:  # sys.exit, too, and what can't be sent
+        reply = RuntimeError(f"in a worker process: {traceback.format_exc()}")
+    with contextlib.suppress(ConnectionError):  # the main process has ended, too
+        pipe.send(reply)
 
 
 class WorkerEnvs:
@@ -720,17 +725,15 @@ def make_envs(args: Args, num_envs: int, checkpoint: dict):
         if args.env_workers and num_envs > 1:
             return WorkerEnvs(args, episodes)
         return Envs(args, range(num_envs), episodes)
-    except (gym.error.Error, ImportError, TypeError) as error:
-        if isinstance(error, TypeError) and "unexpected keyword" not in str(error):
-            raise  # not by a wrong argument
-        fail(f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}: {error!r}")
+    except (gym.error.Error, ImportError, SystemExit) as error:
+        fail(f"--env-id {args.env_id}: {error!r}; see docs/your_environment.md")
 
 
 # --- run folder and checkpoints -------------------------------------------------------------------
 class Run:
     """A run's folder, logs and counters. While it is open, no other process can use the folder."""
 
-    def __init__(self, args: Args, checkpoint: dict):
+    def __init__(self, args: Args, checkpoint: dict, here: Path = Path()):
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
         self.global_step = checkpoint.get("global_step", 0)
         self.iteration = checkpoint.get("iteration", 0)
@@ -739,7 +742,7 @@ class Run:
         # the number of each environment's next episode; between rollouts none is running
         self.episodes = checkpoint.get("episodes", [0] * args.num_envs)
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
-        self.folder = args.resume or args.run_dir or Path("runs") / name
+        self.folder = here / (args.resume or args.run_dir or Path("runs") / name)
         self.folder.mkdir(parents=True, exist_ok=self.folder.name != name)
         self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
         try:
@@ -773,6 +776,8 @@ class Run:
         return self
 
     def __exit__(self, kind, *_):
+        if kind is SystemExit:  # an environment's, which would end without a word
+            traceback.print_exc()
         ended = self.global_step >= self.args.total_timesteps
         self.write_json("failed" if kind else "finished" if ended else "running")
         self.bar.close()
@@ -834,6 +839,9 @@ def load_checkpoint(folder: Path) -> dict:
     try:
         path = Path(folder) / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        script = checkpoint.get("script", Path(__file__).name)
+        if script != Path(__file__).name and {*checkpoint["args"]} - {*Args.__annotations__}:
+            raise ValueError(f"it is of {script}")  # not of a copy under another name
         args = Args(**{k: v for k, v in checkpoint["args"].items() if k in Args.__annotations__})
     except Exception as error:  # damaged files raise errors of many kinds
         fail(f"{folder}: no checkpoint of this script: {error!r}")
@@ -887,49 +895,41 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily, then with sampled actions; returns the greedy
-    returns. `capture_video` records the greedy episodes into its videos/."""
+    """Play the run in `args.evaluate` with sampled actions, then the same episodes greedily;
+    returns the greedy returns. `capture_video` records the first of these into its videos/."""
+    folder = args.evaluate.absolute()
     options = json.loads(args.env_kwargs)
     if args.capture_video:
         options["render_mode"] = "rgb_array"
         os.environ.setdefault("MUJOCO_GL", "egl" if sys.platform == "linux" else "glfw")
-    envs = make_envs(replace(args, env_kwargs=json.dumps(options)), 1, {})
-    envs.indices = [2**31]  # other seeds than in training
-    if args.capture_video:
-        env = envs.envs[0]
-        if hasattr(env.unwrapped, "mujoco_renderer"):
-            model = env.unwrapped.model
-            env.unwrapped.mujoco_renderer.camera_id = 0 if model.ncam else -1  # follows the robot
-            # without a GPU shadows, smooth edges and reflections take nine tenths of the time
-            model.vis.quality.shadowsize = 0
-            model.vis.quality.offsamples = 0
-            model.mat_reflectance[:] = 0.0
-        videos = str(args.evaluate / "videos")
-        envs.envs[0] = gym.wrappers.RecordVideo(env, videos, lambda k: k < args.eval_episodes)
-    envs.begin(0, number=0)
-    returns = {"eval": [], "sampled": []}
-    with contextlib.closing(envs):
-        agent, _ = load(args.evaluate, envs)
-        act = numpy_actor(agent)
-        for name, done in returns.items():
-            score = 0.0
-            while len(done) < args.eval_episodes:
+    args = replace(args, env_kwargs=json.dumps(options))
+    for name in ("sampled", "eval"):
+        envs = make_envs(args, 1, {})
+        envs.indices = [2**31]  # other seeds than in training
+        if args.capture_video and name == "eval":
+            env = envs.envs[0]
+            envs.envs[0] = gym.wrappers.RecordVideo(env, f"{folder}/videos", lambda k: k == 0)
+        envs.begin(0, number=0)
+        returns = []
+        score = 0.0
+        with contextlib.closing(envs):
+            agent, _ = load(folder, envs)
+            act = numpy_actor(agent)
+            while len(returns) < args.eval_episodes:
                 noise = agent.noise(1) if name == "sampled" else None
                 rewards, *_ = envs.step(act(envs.obs, noise), np.ones(1, bool))
                 score += float(rewards[0])
                 if envs.autoreset[0]:
-                    print(f"{name}_episode={len(done)}, episodic_return={score:.2f}")
-                    done.append(score)
+                    print(f"{name}_episode={len(returns)}, episodic_return={score:.2f}")
+                    returns.append(score)
                     score = 0.0
-            print(f"{name}, {len(done)} episodes: {np.mean(done):.2f} +- {np.std(done):.2f}")
-    return returns["eval"]
+        print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
+    return returns
 
 
 # --- command line ---------------------------------------------------------------------------------
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args. With --resume or --evaluate the defaults are that run's."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
     def run_folder(resume: Path | None = None, evaluate: Path | None = None):
         return resume or evaluate
@@ -938,8 +938,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
     checkpoint = load_checkpoint(folder) if folder else {}
     saved = checkpoint.get("args", Args())
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
-    if args.resume and "iteration" not in checkpoint:
-        fail(f"{folder} is of commit e500984 or older, which resumes it; --evaluate works here")
     for name in ("seed", "num_envs"):
         if args.resume and getattr(args, name) != getattr(saved, name):
             fail(f"{name}: {folder} keeps its {getattr(saved, name)}: leave the flag out")

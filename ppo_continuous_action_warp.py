@@ -388,6 +388,7 @@ def train(args: Args) -> Path:
     torch.backends.cuda.matmul.allow_tf32 = args.tf32
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
+    here = Path.cwd()  # an environment may change it
     torch.manual_seed(args.seed)
     envs = make_envs(args.env_id, args.num_envs, device)
     torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
@@ -409,7 +410,7 @@ def train(args: Args) -> Path:
     graphs = args.cudagraphs and device.type == "cuda"
     collect = Recorded(rollout) if graphs and envs.resumable else rollout
     learn = Recorded(update) if graphs else update
-    with contextlib.closing(envs), Run(args, checkpoint) as run, stop_signals() as signals:
+    with contextlib.closing(envs), Run(args, checkpoint, here) as run, stop_signals() as signals:
         save(run, agent, envs, data)
         while run.iteration < args.num_iterations and not signals:
             collect(agent, envs, data, args)
@@ -423,7 +424,7 @@ def train(args: Args) -> Path:
                 save(run, agent, envs, data)
         save(run, agent, envs, data)
     # a line to paste: this interpreter, this file; a module must be named again
-    program = [min(x, os.path.relpath(x), key=len) for x in (sys.executable, __file__)]
+    program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
     module = ["--env-id", args.env_id] if ":" in args.env_id else []
     if run.iteration < args.num_iterations:
         print("go on with:", shlex.join([*program, "--resume", str(run.folder), *module]))
@@ -666,7 +667,7 @@ def make_envs(env_id: str, num_envs: int, device) -> DeviceEnvs:
 class Run:
     """A run's folder, logs and counters. While it is open, no other process can use the folder."""
 
-    def __init__(self, args: Args, checkpoint: dict):
+    def __init__(self, args: Args, checkpoint: dict, here: Path = Path()):
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
         self.global_step = checkpoint.get("global_step", 0)
         self.iteration = checkpoint.get("iteration", 0)
@@ -677,7 +678,7 @@ class Run:
         self.returns = np.float32(checkpoint.get("returns", [first] * args.num_envs))
         self.lengths = np.int64(checkpoint.get("lengths", [0] * args.num_envs))
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
-        self.folder = args.resume or args.run_dir or Path("runs") / name
+        self.folder = here / (args.resume or args.run_dir or Path("runs") / name)
         self.folder.mkdir(parents=True, exist_ok=self.folder.name != name)
         self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
         try:
@@ -782,6 +783,9 @@ def load_checkpoint(folder: Path) -> dict:
     try:
         path = Path(folder) / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        script = checkpoint.get("script", Path(__file__).name)
+        if script != Path(__file__).name and {*checkpoint["args"]} - {*Args.__annotations__}:
+            raise ValueError(f"it is of {script}")  # not of a copy under another name
         args = Args(**{k: v for k, v in checkpoint["args"].items() if k in Args.__annotations__})
     except Exception as error:  # damaged files raise errors of many kinds
         fail(f"{folder}: no checkpoint of this script: {error!r}")
@@ -872,8 +876,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
     checkpoint = load_checkpoint(folder) if folder else {}
     saved = checkpoint.get("args", Args())
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
-    if args.resume and "iteration" not in checkpoint:
-        fail(f"{folder} is of commit e500984 or older, which resumes it; --evaluate works here")
     for name in ("seed", "num_envs", "num_steps", "log_std_init", "scale_actions"):
         if args.resume and getattr(args, name) != getattr(saved, name):
             fail(f"{name}: {folder} keeps its {getattr(saved, name)}: leave the flag out")

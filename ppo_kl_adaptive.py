@@ -84,6 +84,7 @@ class Args:
     # Environments
     env_id: Annotated[str, arg(aliases=["--env-name"])] = "Hopper-v4"  # or module:Id, dm_control/Id
     env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
+    max_episode_steps: int | None = None  # truncate episodes after that many steps
     num_envs: int = 1  # environments played side by side; their whole episodes are pooled
     env_workers: int = 0  # processes for the environments; 0: the main process
 
@@ -113,10 +114,11 @@ class Args:
                 raise ValueError(f"{name} is {value}: at least {least} is needed")
         if self.num_envs > self.episodes_per_batch:
             raise ValueError("num_envs is more than episodes_per_batch: some would never play")
-        try:
-            dict(**json.loads(self.env_kwargs))
-        except (TypeError, ValueError):
-            raise ValueError(f"env_kwargs is {self.env_kwargs}: no JSON object") from None
+        options = json.loads(self.env_kwargs)
+        if type(options) is not dict:
+            raise ValueError(f"env_kwargs is {self.env_kwargs}: no JSON object")
+        if self.max_episode_steps:
+            self.env_kwargs = json.dumps(options | {"max_episode_steps": self.max_episode_steps})
         if self.env_id.startswith("envpool:"):
             raise ValueError("whole episodes can't be played with EnvPool")
 
@@ -485,7 +487,7 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs", run: "Run", num_episodes: i
             playing[i] = begun < num_episodes  # plays another episode, or waits
             begun += playing[i]
         if len(steps) % 1000 == 0 and time[-1].max() > 100_000:
-            raise TimeoutError("100,000 steps, no end: --env-kwargs can set max_episode_steps")
+            raise TimeoutError("100,000 steps, no end: --max-episode-steps 1000")
     data = Rollout(np.array(obs), np.array(time), *map(np.array, zip(*steps, strict=True)))
     check_actor(agent, act, data.obs[:8, 0], data.time[:8, 0])
     return data
@@ -496,6 +498,7 @@ def train(args: Args) -> Path:
     torch.set_num_threads(args.num_threads)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
+    here = Path.cwd()  # an environment may change it
     envs = make_envs(args, args.num_envs, checkpoint)
     torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
     agent = Agent(envs, args).to(device)
@@ -508,7 +511,7 @@ def train(args: Args) -> Path:
         agent.servo = replace(agent.servo, **checkpoint["servo"])
         agent.replay = tuple(x.to(device) for x in checkpoint["replay"])
         agent.rng.bit_generator.state = checkpoint["rng"]
-    with contextlib.closing(envs), Run(args, checkpoint) as run, stop_signals() as signals:
+    with contextlib.closing(envs), Run(args, checkpoint, here) as run, stop_signals() as signals:
         save(run, agent)
         while not run.finished() and not signals:
             if run.iteration == 0:
@@ -524,7 +527,7 @@ def train(args: Args) -> Path:
                 save(run, agent)
         save(run, agent)
     # a line to paste: this interpreter, this file; a module must be named again
-    program = [min(x, os.path.relpath(x), key=len) for x in (sys.executable, __file__)]
+    program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
     module = ["--env-id", args.env_id] if ":" in args.env_id else []
     if not run.finished():
         print("go on with:", shlex.join([*program, "--resume", str(run.folder), *module]))
@@ -592,7 +595,8 @@ def check_actor(agent: Agent, act, obs: np.ndarray, time: np.ndarray):
         scores = policy.logprobs + noise
         error = scores.max(dim=-1).values - scores.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
     else:
-        error = actions - (policy.mean + (0.5 * policy.logvar).exp() * noise)
+        expected = policy.mean + (0.5 * policy.logvar).exp() * noise
+        error = (actions - expected) / (1.0 + expected.abs())
     if (error.abs() > 0.01).any():
         raise RuntimeError("numpy_actor acts by another policy than `policy` learns")
 
@@ -610,8 +614,9 @@ def make_env(env_id: str, /, **options) -> gym.Env:
 
 def check_spaces(space: gym.Space, actions: gym.Space):
     """Raise gymnasium's Error for spaces that this script can't learn with."""
-    if space.dtype == np.uint8 and len(space.shape) > 1:
-        raise gym.error.Error("observations are images: use ppo_pixels.py")
+    images = space.dtype == np.uint8 and np.sum(np.greater(space.shape, 35)) > 1
+    if images or not isinstance(gym.spaces.flatten_space(space), gym.spaces.Box):
+        raise gym.error.Error(f"{space}: no vector of a fixed size; for images: ppo_pixels.py")
     if not isinstance(actions, gym.spaces.Box | gym.spaces.Discrete):
         raise gym.error.Error(f"{actions}: a Box or Discrete is needed; several choices: ppo.py")
 
@@ -631,9 +636,9 @@ def env_actions(space: gym.Space, actions: np.ndarray) -> np.ndarray:
     if isinstance(space, gym.spaces.Discrete):
         return (actions + space.start).astype(space.dtype)
     shaped = actions.reshape(-1, *space.shape)
-    if space.dtype.kind in "iu":
-        shaped = np.rint(np.minimum(np.maximum(shaped, space.low), space.high))
-    return shaped.astype(space.dtype, copy=False)
+    if space.dtype.kind in "iub":
+        shaped = np.rint(np.clip(shaped, space.low, np.nextafter(space.high, -np.inf)))
+    return shaped.astype(space.dtype)  # a copy: the environment may change it
 
 
 class Envs:
@@ -668,7 +673,7 @@ class Envs:
         """Begin an environment's episode of this number."""
         self.episode_numbers[i] = number
         seed = episode_seed(self.args.seed, self.indices[i], number)
-        obs, _ = self.envs[i].reset(seed=seed)
+        obs, _ = self.envs[i].reset(seed=seed % 2**31)
         self.obs[i] = np.reshape(obs, self.observation_space.shape)  # no other shape is broadcast
 
     def step(self, actions: np.ndarray, playing: np.ndarray):
@@ -697,18 +702,19 @@ class Envs:
 def worker_loop(pipe, *envs_arguments):
     """In a worker process: make Envs, step them with the actions that come, until the pipe ends."""
     for number in SIGNALS:  # the main process decides when to stop
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)  # programs started here would inherit SIG_IGN
     try:
         with contextlib.closing(Envs(*envs_arguments)) as envs:
             reply = envs.observation_space, envs.action_space
             while True:
                 pipe.send((envs.obs, envs.autoreset, *reply))
                 reply = envs.step(*pipe.recv())
-    except (EOFError, ConnectionError):
-        pass  # the main process has closed the pipe, or was killed
-    except BaseException as error:
-        error.add_note(f"in a worker process: {traceback.format_exc()}")
-        pipe.send(error)
+    except (gym.error.Error, ImportError) as error:
+        reply = error
+    except BaseException:  # sys.exit, too, and what can't be sent
+        reply = RuntimeError(f"in a worker process: {traceback.format_exc()}")
+    with contextlib.suppress(ConnectionError):  # the main process has ended, too
+        pipe.send(reply)
 
 
 class WorkerEnvs:
@@ -760,17 +766,15 @@ def make_envs(args: Args, num_envs: int, checkpoint: dict):
         if args.env_workers and num_envs > 1:
             return WorkerEnvs(args, episodes)
         return Envs(args, range(num_envs), episodes)
-    except (gym.error.Error, ImportError, TypeError) as error:
-        if isinstance(error, TypeError) and "unexpected keyword" not in str(error):
-            raise  # not by a wrong argument
-        fail(f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}: {error!r}")
+    except (gym.error.Error, ImportError, SystemExit) as error:
+        fail(f"--env-id {args.env_id}: {error!r}; see docs/your_environment.md")
 
 
 # --- run folder and checkpoints -------------------------------------------------------------------
 class Run:
     """A run's folder, logs and counters. While it is open, no other process can use the folder."""
 
-    def __init__(self, args: Args, checkpoint: dict):
+    def __init__(self, args: Args, checkpoint: dict, here: Path = Path()):
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
         self.global_step = checkpoint.get("global_step", 0)
         self.iteration = checkpoint.get("iteration", 0)
@@ -779,7 +783,7 @@ class Run:
         # each environment's next episode: its number, return and actions so far
         self.episodes = checkpoint.get("episodes") or [(0, 0.0, [])] * args.num_envs
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
-        self.folder = args.resume or args.run_dir or Path("runs") / name
+        self.folder = here / (args.resume or args.run_dir or Path("runs") / name)
         self.folder.mkdir(parents=True, exist_ok=self.folder.name != name)
         self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
         try:
@@ -814,6 +818,8 @@ class Run:
         return self
 
     def __exit__(self, kind, *_):
+        if kind is SystemExit:  # an environment's, which would end without a word
+            traceback.print_exc()
         self.write_json("failed" if kind else "finished" if self.finished() else "running")
         self.bar.close()
         self.writer.close()
@@ -884,6 +890,9 @@ def load_checkpoint(folder: Path) -> dict:
     try:
         path = Path(folder) / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        script = checkpoint.get("script", Path(__file__).name)
+        if script != Path(__file__).name and {*checkpoint["args"]} - {*Args.__annotations__}:
+            raise ValueError(f"it is of {script}")  # not of a copy under another name
         args = Args(**{k: v for k, v in checkpoint["args"].items() if k in Args.__annotations__})
     except Exception as error:  # damaged files raise errors of many kinds
         fail(f"{folder}: no checkpoint of this script: {error!r}")
@@ -938,45 +947,39 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily, then with sampled actions; returns the greedy
-    returns. `capture_video` records the greedy episodes into its videos/."""
+    """Play the run in `args.evaluate` with sampled actions, then the same episodes greedily;
+    returns the greedy returns. `capture_video` records the first of these into its videos/."""
+    folder = args.evaluate.absolute()
     options = json.loads(args.env_kwargs)
     if args.capture_video:
         options["render_mode"] = "rgb_array"
         os.environ.setdefault("MUJOCO_GL", "egl" if sys.platform == "linux" else "glfw")
     seed = episode_seed(args.seed, 2**31)
-    envs = make_envs(replace(args, seed=seed, env_kwargs=json.dumps(options)), 1, {})
-    if args.capture_video:
-        env = envs.envs[0]
-        if hasattr(env.unwrapped, "mujoco_renderer"):
-            model = env.unwrapped.model
-            env.unwrapped.mujoco_renderer.camera_id = 0 if model.ncam else -1  # follows the robot
-            # without a GPU shadows, smooth edges and reflections take nine tenths of the time
-            model.vis.quality.shadowsize = 0
-            model.vis.quality.offsamples = 0
-            model.mat_reflectance[:] = 0.0
-        videos = str(args.evaluate / "videos")
-        envs.envs[0] = gym.wrappers.RecordVideo(env, videos, lambda k: k < args.eval_episodes)
-        envs.begin(0, number=0)
-    returns = {"eval": [], "sampled": []}
-    with contextlib.closing(envs):
-        agent, _ = load(args.evaluate, envs)
-        act = numpy_actor(agent)
-        for name, done in returns.items():
-            score = 0.0
-            time = 0
-            while len(done) < args.eval_episodes:
+    args = replace(args, seed=seed, env_kwargs=json.dumps(options))
+    for name in ("sampled", "eval"):
+        envs = make_envs(args, 1, {})
+        if args.capture_video and name == "eval":
+            env = envs.envs[0]
+            envs.envs[0] = gym.wrappers.RecordVideo(env, f"{folder}/videos", lambda k: k == 0)
+            envs.begin(0, number=0)
+        returns = []
+        score = 0.0
+        time = 0
+        with contextlib.closing(envs):
+            agent, _ = load(folder, envs)
+            act = numpy_actor(agent)
+            while len(returns) < args.eval_episodes:
                 noise = agent.noise(1) if name == "sampled" else None
                 begins = envs.autoreset[0]  # an episode, with this step
                 rewards, *_ = envs.step(act(envs.obs, noise, time), np.ones(1, bool))
                 time = 0 if begins else time + 1
                 score += float(rewards[0])
                 if envs.autoreset[0]:
-                    print(f"{name}_episode={len(done)}, episodic_return={score:.2f}")
-                    done.append(score)
+                    print(f"{name}_episode={len(returns)}, episodic_return={score:.2f}")
+                    returns.append(score)
                     score = 0.0
-            print(f"{name}, {len(done)} episodes: {np.mean(done):.2f} +- {np.std(done):.2f}")
-    return returns["eval"]
+        print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
+    return returns
 
 
 # --- command line ---------------------------------------------------------------------------------
@@ -985,8 +988,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
     argv = sys.argv[1:] if argv is None else argv
     if argv and not argv[0].startswith("-"):  # the original's environment name
         argv = ["--env-id", *argv]
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
     def run_folder(resume: Path | None = None, evaluate: Path | None = None):
         return resume or evaluate
@@ -995,8 +996,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
     checkpoint = load_checkpoint(folder) if folder else {}
     saved = checkpoint.get("args", Args())
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
-    if args.resume and "iteration" not in checkpoint:
-        fail(f"{folder} is of commit e500984 or older, which resumes it; --evaluate works here")
     for name in ("seed", "num_envs", "hid1_mult", "policy_logvar", "beta"):
         if args.resume and getattr(args, name) != getattr(saved, name):
             fail(f"{name}: {folder} keeps its {getattr(saved, name)}: leave the flag out")

@@ -65,7 +65,7 @@ class Args:
     seed: int = 1  # seeds the networks, actions, minibatches and each episode's reset
     torch_deterministic: bool = True  # sets torch.backends.cudnn.deterministic
     cuda: bool = True  # use a GPU if there is one
-    num_threads: int = 0  # CPU threads of torch; 0: as many as there are cores
+    num_threads: int = 0  # CPU threads of torch; 0: OMP_NUM_THREADS, or as many as there are cores
     bf16: bool = False  # layers before the heads in bfloat16: faster if the hardware has it
     compile: bool = False  # compile these layers if a compiler works: same results to rounding
     track: bool = False  # also log to Weights and Biases
@@ -84,6 +84,7 @@ class Args:
     # Environments
     env_id: str = "CarRacing-v3"  # a gymnasium id, module:Id, or envpool:Id
     env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"continuous": false}'
+    max_episode_steps: int | None = None  # truncate episodes after that many steps
     num_envs: int = 8  # environments played side by side
     env_workers: int = 0  # processes (EnvPool: threads) for the environments; 0: the main process
     frame_stack: int = 0  # images seen at once, the newest last; 0: 4 for ALE/..., or else 1
@@ -136,11 +137,11 @@ class Args:
             raise ValueError("num_steps is at least 4, num_minibatches at most num_envs")
         if self.resize and len([int(size) for size in self.resize.split("x")]) != 2:
             raise ValueError(f"resize is {self.resize}: height and width are needed, as 60x80")
-        try:
-            dict(**json.loads(self.env_kwargs))
-            dict(**json.loads(self.eval_env_kwargs))
-        except (TypeError, ValueError):
-            raise ValueError("env_kwargs or eval_env_kwargs is no JSON object") from None
+        options = json.loads(self.env_kwargs)
+        if type(options) is not dict or type(json.loads(self.eval_env_kwargs)) is not dict:
+            raise ValueError("env_kwargs or eval_env_kwargs is no JSON object")
+        if self.max_episode_steps:
+            self.env_kwargs = json.dumps(options | {"max_episode_steps": self.max_episode_steps})
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -618,6 +619,7 @@ def train(args: Args) -> Path:
     torch.backends.cudnn.deterministic = args.torch_deterministic
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
+    here = Path.cwd()  # an environment may change it
     envs = make_envs(args, args.num_envs, checkpoint)
     torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
     agent = Agent(envs, args).to(device)
@@ -629,8 +631,8 @@ def train(args: Args) -> Path:
     state = checkpoint.get("memory", agent.initial_state(args.num_envs)).to(device)
     if args.compile:
         compile_features(agent)
-    with contextlib.closing(envs), Run(args, checkpoint) as run, stop_signals() as signals:
-        run.bar.write(agent.codec.description)
+    with contextlib.closing(envs), Run(args, checkpoint, here) as run, stop_signals() as signals:
+        run.bar.write(f"{agent.codec.description}; masks of valid actions: {'mask' in envs.obs}")
         save(run, agent, state)
         while run.iteration < args.num_iterations and not signals:
             remaining = 1.0 - run.iteration / args.num_iterations
@@ -648,7 +650,7 @@ def train(args: Args) -> Path:
                 save(run, agent, state)
         save(run, agent, state)
     # a line to paste: this interpreter, this file; a module must be named again
-    program = [min(x, os.path.relpath(x), key=len) for x in (sys.executable, __file__)]
+    program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
     module = ["--env-id", args.env_id] if ":" in args.env_id.removeprefix("envpool:") else []
     if run.iteration < args.num_iterations:
         print("go on with:", shlex.join([*program, "--resume", str(run.folder), *module]))
@@ -740,9 +742,9 @@ class Codec:
         choices = [(name, part) for name, part, _ in parts if not isinstance(part, Box)]
         self.sizes = [size for _, part in choices for size in option_counts(part)]  # of each choice
         self.starts = np.cumsum([0, *self.sizes[:-1]])[: len(self.sizes)]  # of its options, of L
-        low = np.concatenate([[], *(part.low.ravel() for _, part in boxes)]).clip(-2e6, 2e6)
-        high = np.concatenate([[], *(part.high.ravel() for _, part in boxes)]).clip(-2e6, 2e6)
-        scaled = (high > low) & (np.maximum(-low, high) <= 1e6)  # others are not scaled
+        low = np.concatenate([[], *(part.low.ravel() for _, part in boxes)]).clip(-1e30, 1e30)
+        high = np.concatenate([[], *(part.high.ravel() for _, part in boxes)]).clip(-1e30, 1e30)
+        scaled = (high > low) & (high - low <= 2e6)  # others are not scaled
         self.origin = np.where(scaled, (low + high) / 2, 0.0)
         self.unit = np.where(scaled, (high - low) / 2, 1.0)
         self.columns = {}  # of each part of an action
@@ -805,14 +807,9 @@ class Codec:
         if not isinstance(tree, np.ndarray):
             parts = leaves(self.action_space, tree, "action")
             tree = np.hstack([np.hstack(x) for _, part, x in parts if not isinstance(part, Box)])
-        return np.reshape(tree, (-1, sum(self.sizes))) > 0
-
-    def check_mask(self, obs: Obs, autoreset: np.ndarray):
-        """Raise ValueError if a mask leaves nothing to choose, but at an episode's end."""
-        if "mask" in obs:
-            valid = np.logical_or.reduceat(obs["mask"], self.starts, axis=1).all(axis=1)
-            if not (valid | autoreset).all():
-                raise ValueError(f"the action mask {obs['mask']} leaves nothing to choose")
+        valid = np.reshape(tree, (-1, sum(self.sizes))) > 0
+        some = np.logical_or.reduceat(valid, self.starts, axis=1)
+        return valid | ~np.repeat(some, self.sizes, axis=1)  # if no option is valid, all are
 
     def env_actions(self, rows: np.ndarray, space: gym.Space | None = None, name: str = "action"):
         """Actions [K + M] or [N, K + M] as the space has them; numbers are clipped, whole ones
@@ -827,7 +824,7 @@ class Codec:
         x = x.reshape((*rows.shape[:-1], *space.shape))
         if isinstance(space, Box):
             x = np.clip(x, space.low, space.high)
-            x = np.rint(x) if space.dtype.kind in "iu" else x
+            x = np.rint(x) if space.dtype.kind in "iub" else x
         else:
             x = x + getattr(space, "start", 0)
         return x.astype(space.dtype)[()]  # one number is no array
@@ -851,10 +848,10 @@ def make_env(env_id: str, /, **options) -> gym.Env:
     return gym.make(f"{module}{env_id}", **{"disable_env_checker": True} | options)
 
 
-def find_mask(env: gym.Env, info: dict):
+def find_mask(env: gym.Env, info: dict | None):
     """The mask of valid choices that an environment gives, if there is one."""
     for name in ("action_mask", "legal_action_mask"):
-        if name in info:
+        if info and name in info:
             return info[name]
     return env.get_wrapper_attr("action_masks")() if env.has_wrapper_attr("action_masks") else None
 
@@ -901,16 +898,16 @@ class Envs:
         self.episode_numbers[i] = number
         self.autoreset[i] = False
         seed = episode_seed(self.args.seed, self.indices[i], number)
-        raw, info = self.envs[i].reset(seed=seed)
+        raw, info = self.envs[i].reset(seed=seed % 2**31)
         self.rows[i] = self.codec.read(raw, mask=find_mask(self.envs[i], info))
 
     def play(self, i: int, row: np.ndarray) -> tuple[float, bool, bool]:
         """One step of an environment, its action held for `action_repeat` of its own steps."""
-        action = self.codec.env_actions(row)
         total = 0.0
         raw = None
         for _ in range(self.args.action_repeat or (4 if is_atari(self.args.env_id) else 1)):
             before = raw
+            action = self.codec.env_actions(row)  # anew, as an environment may change it
             raw, reward, terminated, truncated, info = self.envs[i].step(action)
             total += np.asarray(reward).item()
             if terminated or truncated:
@@ -924,7 +921,6 @@ class Envs:
     def gather(self):
         """Put the observations of all side by side."""
         self.obs = Obs({x: np.concatenate([row[x] for row in self.rows]) for x in self.rows[0]})
-        self.codec.check_mask(self.obs, self.autoreset)
 
     def step(self, actions: np.ndarray):
         """Take actions [N, K + M]: rewards, terminated, truncated [N]."""
@@ -948,18 +944,19 @@ class Envs:
 def worker_loop(pipe, *envs_arguments):
     """In a worker process: make Envs, step them with the actions that come, until the pipe ends."""
     for number in SIGNALS:  # the main process decides when to stop
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)  # programs started here would inherit SIG_IGN
     try:
         with contextlib.closing(Envs(*envs_arguments)) as envs:
             reply = envs.observation_space, envs.action_space
             while True:
                 pipe.send((envs.obs, envs.autoreset, *reply))
                 reply = envs.step(pipe.recv())
-    except (EOFError, ConnectionError):
-        pass  # the main process has closed the pipe, or was killed
-    except BaseException as error:
-        error.add_note(f"in a worker process: {traceback.format_exc()}")
-        pipe.send(error)
+    except (gym.error.Error, ImportError) as error:
+        reply = error
+    except BaseException:  # sys.exit, too, and what can't be sent
+        reply = RuntimeError(f"in a worker process: {traceback.format_exc()}")
+    with contextlib.suppress(ConnectionError):  # the main process has ended, too
+        pipe.send(reply)
 
 
 class WorkerEnvs:
@@ -1043,7 +1040,6 @@ class PoolEnvs:
         self.scores = info.get("reward", rewards)  # Atari's, not clipped
         self.new_game = info.get("terminated", terminated).astype(bool) | truncated  # no lost life
         self.obs = self.codec.read(raw, self.obs, running, info.get("legal_action_mask"))
-        self.codec.check_mask(self.obs, self.autoreset)
         return rewards, terminated, truncated
 
     def close(self):
@@ -1059,10 +1055,8 @@ def make_envs(args: Args, num_envs: int, checkpoint: dict):
         if args.env_workers and num_envs > 1:
             return WorkerEnvs(args, episodes)
         return Envs(args, range(num_envs), episodes)
-    except (gym.error.Error, ImportError, TypeError) as error:
-        if isinstance(error, TypeError) and "unexpected keyword" not in str(error):
-            raise  # not by a wrong argument
-        fail(f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}: {error!r}")
+    except (gym.error.Error, ImportError, SystemExit) as error:
+        fail(f"--env-id {args.env_id}: {error!r}; see docs/your_environment.md")
 
 
 def compile_features(agent: Agent):
@@ -1079,7 +1073,7 @@ def compile_features(agent: Agent):
 class Run:
     """A run's folder, logs and counters. While it is open, no other process can use the folder."""
 
-    def __init__(self, args: Args, checkpoint: dict):
+    def __init__(self, args: Args, checkpoint: dict, here: Path = Path()):
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
         self.global_step = checkpoint.get("global_step", 0)
         self.iteration = checkpoint.get("iteration", 0)
@@ -1089,7 +1083,7 @@ class Run:
         self.episodes = checkpoint.get("episodes") or [(0, 0.0, [])] * args.num_envs
         self.discounted = np.array(checkpoint.get("discounted", [0.0] * args.num_envs))  # returns
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
-        self.folder = args.resume or args.run_dir or Path("runs") / name
+        self.folder = here / (args.resume or args.run_dir or Path("runs") / name)
         self.folder.mkdir(parents=True, exist_ok=self.folder.name != name)
         self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
         try:
@@ -1123,6 +1117,8 @@ class Run:
         return self
 
     def __exit__(self, kind, *_):
+        if kind is SystemExit:  # an environment's, which would end without a word
+            traceback.print_exc()
         ended = self.iteration == self.args.num_iterations
         self.write_json("failed" if kind else "finished" if ended else "running")
         self.bar.close()
@@ -1199,6 +1195,9 @@ def load_checkpoint(folder: Path) -> dict:
     try:
         path = Path(folder) / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        script = checkpoint.get("script", Path(__file__).name)
+        if script != Path(__file__).name and {*checkpoint["args"]} - {*Args.__annotations__}:
+            raise ValueError(f"it is of {script}")  # not of a copy under another name
         args = Args(**{k: v for k, v in checkpoint["args"].items() if k in Args.__annotations__})
     except Exception as error:  # damaged files raise errors of many kinds
         fail(f"{folder}: no checkpoint of this script: {error!r}")
@@ -1284,9 +1283,8 @@ def play(args: Args, agent: Agent | None, sample: bool, name: str = "") -> list[
     N = args.eval_episodes if args.env_id.startswith("envpool:") else 1
     envs = make_envs(replace(args, seed=seed, env_kwargs=json.dumps(options)), N, {})
     if record:
-        videos = str(args.evaluate / "videos")
-        env = gym.wrappers.RecordVideo(envs.envs[0], videos, lambda _: True, name_prefix=name)
-        envs.envs[0] = env
+        how = {"episode_trigger": lambda _: True, "name_prefix": name}
+        envs.envs[0] = gym.wrappers.RecordVideo(envs.envs[0], f"{args.evaluate}/videos", **how)
         envs.begin(0, number=0)
     if agent is None:
         agent, _ = load(args.evaluate, envs)
@@ -1312,20 +1310,19 @@ def play(args: Args, agent: Agent | None, sample: bool, name: str = "") -> list[
 
 
 def evaluate(args: Args) -> list[float]:
-    """Play the run in `args.evaluate` greedily, then with sampled actions; returns the greedy
+    """Play the run in `args.evaluate` with sampled actions, then greedily; returns the greedy
     returns. `capture_video` records the episodes into its videos/."""
+    args = replace(args, evaluate=args.evaluate.absolute())
     torch.set_num_threads(args.num_threads or torch.get_num_threads())
-    returns = {name: play(args, None, name == "sampled", name) for name in ("eval", "sampled")}
-    for name, done in returns.items():
-        print(f"{name}, {len(done)} episodes: {np.mean(done):.2f} +- {np.std(done):.2f}")
-    return returns["eval"]
+    for name in ("sampled", "eval"):
+        returns = play(args, None, name == "sampled", name)
+        print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
+    return returns
 
 
 # --- command line ---------------------------------------------------------------------------------
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args. With --resume or --evaluate the defaults are that run's."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
     def run_folder(resume: Path | None = None, evaluate: Path | None = None):
         return resume or evaluate
@@ -1334,8 +1331,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
     checkpoint = load_checkpoint(folder) if folder else {}
     saved = checkpoint.get("args", Args())
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
-    if args.resume and "iteration" not in checkpoint:
-        fail(f"{folder} is of commit e500984 or older, which resumes it; --evaluate works here")
     for name in ("seed", "num_envs", "num_steps", "log_std_init"):
         if args.resume and getattr(args, name) != getattr(saved, name):
             fail(f"{name}: {folder} keeps its {getattr(saved, name)}: leave the flag out")

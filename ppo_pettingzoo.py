@@ -482,6 +482,7 @@ def train(args: Args) -> Path:
     torch.backends.cudnn.deterministic = args.torch_deterministic
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
+    here = Path.cwd()  # an environment may change it
     envs = make_envs(args, args.num_envs, checkpoint)
     torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
     agent = Agent(envs, args).to(device)
@@ -490,7 +491,7 @@ def train(args: Args) -> Path:
         agent.load_state_dict(checkpoint["agent"])
         agent.adam.load_state_dict(agent.adam.state_dict() | {"state": checkpoint["adam"]})
         agent.rng.bit_generator.state = checkpoint["rng"]
-    with contextlib.closing(envs), Run(args, checkpoint) as run, stop_signals() as signals:
+    with contextlib.closing(envs), Run(args, checkpoint, here) as run, stop_signals() as signals:
         save(run, agent)
         while run.iteration < args.num_iterations and not signals:
             scheduled = copy.copy(args)  # coefficients that fall are set here, and only here
@@ -507,7 +508,7 @@ def train(args: Args) -> Path:
                 save(run, agent)
         save(run, agent)
     # a line to paste: this interpreter, this file; a module must be named again
-    program = [min(x, os.path.relpath(x), key=len) for x in (sys.executable, __file__)]
+    program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
     module = [] if is_known(args.env_id) else ["--env-id", args.env_id]
     if run.iteration < args.num_iterations:
         print("go on with:", shlex.join([*program, "--resume", str(run.folder), *module]))
@@ -760,8 +761,7 @@ class Envs:
         self.lengths[i] = 0
         self.autoreset[i] = False
         seed = episode_seed(self.args.seed, self.indices[i], number)
-        seed %= 2**31 if self.takes_turns else 2**32  # OpenSpiel's seeds have 31 bits
-        observations, infos = self.envs[i].reset(seed=seed)
+        observations, infos = self.envs[i].reset(seed=seed % 2**31)
         self.rows[i] = self.read(i, observations, infos, self.envs[i].agents)
 
     def play(self, i: int, actions: np.ndarray):
@@ -774,7 +774,7 @@ class Envs:
         observations = {}
         for _ in range(self.args.action_repeat or (4 if is_ale(self.args.env_id) else 1)):
             before = observations
-            observations, gains, terminated, truncated, infos = env.step(acting)
+            observations, gains, terminated, truncated, infos = env.step(copy.deepcopy(acting))
             rewards = {name: rewards[name] + gains.get(name, 0.0) for name in names}
             if any(terminated.values()) or any(truncated.values()) or acting.keys() - env.agents:
                 break
@@ -796,14 +796,13 @@ class Envs:
     def read(self, i: int, observations: dict, infos: dict, living) -> np.ndarray:
         """An environment's rows [A, W], as the Agent describes them, when these agents live."""
         roles = self.roles
-        mover = (
-            self.envs[i].aec_env.agent_selection if self.takes_turns else None
-        )  # the others wait
+        # the others wait
+        mover = self.envs[i].aec_env.agent_selection if self.takes_turns else None
         rows = np.zeros((len(roles.names), roles.width), roles.dtype)
         rows[:, roles.dim : roles.mask] = roles.ids
         for k, name in enumerate(roles.names):
             if name in observations:
-                rows[k] = roles.row(name, observations[name], infos.get(name, {}))
+                rows[k] = roles.row(name, observations[name], (infos or {}).get(name) or {})
                 valid = rows[k, roles.mask : roles.there]
                 if name not in living or mover not in (None, name):
                     valid[:] = 0.0
@@ -835,18 +834,19 @@ class Envs:
 def worker_loop(pipe, *envs_arguments):
     """In a worker process: make Envs, step them with the actions that come, until the pipe ends."""
     for number in SIGNALS:  # the main process decides when to stop
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, lambda *_: None)  # programs started here would inherit SIG_IGN
     try:
         with contextlib.closing(Envs(*envs_arguments)) as envs:
             reply = envs.observation_space, envs.action_space
             while True:
                 pipe.send((envs.obs, envs.autoreset, *reply))
                 reply = envs.step(pipe.recv())
-    except (EOFError, ConnectionError):
-        pass  # the main process has closed the pipe, or was killed
-    except BaseException as error:
-        error.add_note(f"in a worker process: {traceback.format_exc()}")
-        pipe.send(error)
+    except (gym.error.Error, ImportError) as error:
+        reply = error
+    except BaseException:  # sys.exit, too, and what can't be sent
+        reply = RuntimeError(f"in a worker process: {traceback.format_exc()}")
+    with contextlib.suppress(ConnectionError):  # the main process has ended, too
+        pipe.send(reply)
 
 
 class WorkerEnvs:
@@ -898,17 +898,15 @@ def make_envs(args: Args, num_envs: int, checkpoint: dict):
         if args.env_workers and num_envs > 1:
             return WorkerEnvs(args, episodes)
         return Envs(args, range(num_envs), episodes)
-    except (gym.error.Error, PettingZooRegistryError, ImportError, TypeError) as error:
-        if isinstance(error, TypeError) and "unexpected keyword" not in str(error):
-            raise  # not by a wrong argument
-        fail(f"--env-id {args.env_id} --env-kwargs {args.env_kwargs}: {error!r}")
+    except (gym.error.Error, PettingZooRegistryError, ImportError, SystemExit) as error:
+        fail(f"--env-id {args.env_id}: {error!r}; see docs/your_environment.md")
 
 
 # --- run folder and checkpoints -------------------------------------------------------------------
 class Run:
     """A run's folder, logs and counters. While it is open, no other process can use the folder."""
 
-    def __init__(self, args: Args, checkpoint: dict):
+    def __init__(self, args: Args, checkpoint: dict, here: Path = Path()):
         self.args = replace(args, run_dir=None, resume=None, evaluate=None)  # folders may move
         self.global_step = checkpoint.get("global_step", 0)
         self.iteration = checkpoint.get("iteration", 0)
@@ -918,7 +916,7 @@ class Run:
         self.episodes = checkpoint.get("episodes") or [(0, 0.0, [])] * args.num_envs
         self.past = checkpoint.get("past")  # weights at the last win rates
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
-        self.folder = args.resume or args.run_dir or Path("runs") / name
+        self.folder = here / (args.resume or args.run_dir or Path("runs") / name)
         self.folder.mkdir(parents=True, exist_ok=self.folder.name != name)
         self.csv = open(self.folder / "episodes.csv", "a", buffering=1)  # noqa: SIM115
         try:
@@ -952,6 +950,8 @@ class Run:
         return self
 
     def __exit__(self, kind, *_):
+        if kind is SystemExit:  # an environment's, which would end without a word
+            traceback.print_exc()
         ended = self.iteration == self.args.num_iterations
         self.write_json("failed" if kind else "finished" if ended else "running")
         self.bar.close()
@@ -1030,6 +1030,9 @@ def load_checkpoint(folder: Path) -> dict:
     try:
         path = Path(folder) / "checkpoint.pt"
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        script = checkpoint.get("script", Path(__file__).name)
+        if script != Path(__file__).name and {*checkpoint["args"]} - {*Args.__annotations__}:
+            raise ValueError(f"it is of {script}")  # not of a copy under another name
         args = Args(**{k: v for k, v in checkpoint["args"].items() if k in Args.__annotations__})
     except Exception as error:  # damaged files raise errors of many kinds
         fail(f"{folder}: no checkpoint of this script: {error!r}")
@@ -1136,15 +1139,16 @@ def win_rates(agent: Agent, run: Run) -> dict[str, float]:
 def evaluate(args: Args) -> list[float]:
     """Play the run in `args.evaluate`, sampled and greedily, or against another; returns the
     sampled returns, means over agents. `capture_video` records the first into its videos/."""
+    here = Path.cwd()  # an environment may change it
     options = json.loads(args.env_kwargs)
     if args.capture_video:
         options["render_mode"] = "rgb_array"
     args = replace(args, seed=episode_seed(args.seed, 2**31), env_kwargs=json.dumps(options))
     frames = [] if args.capture_video else None
     with contextlib.closing(make_envs(args, 1, {})) as envs:
-        players = [load(args.evaluate, envs)[0]]
+        players = [load(here / args.evaluate, envs)[0]]
         if args.against:
-            folder = None if args.against == "RANDOM" else Path(args.against)
+            folder = None if args.against == "RANDOM" else here / args.against
             players += [rival(players[0], folder and load_checkpoint(folder)["agent"])]
         returns = {"sampled": play_games(args, envs, players, "eval", frames)}
         if not args.against:
@@ -1152,7 +1156,7 @@ def evaluate(args: Args) -> list[float]:
     if args.capture_video:
         from gymnasium.utils.save_video import save_video  # needs moviepy
 
-        save_video(frames, str(args.evaluate / "videos"), lambda _: True, fps=15)
+        save_video(frames, str(here / args.evaluate / "videos"), lambda _: True, fps=15)
     for name, done in returns.items():
         kinds = {"mean": done.mean(axis=1), "sum": done.sum(axis=1)}
         parts = [f"{k} over agents {x.mean():.2f} +- {x.std():.2f}" for k, x in kinds.items()]
@@ -1166,8 +1170,6 @@ def evaluate(args: Args) -> list[float]:
 # --- command line ---------------------------------------------------------------------------------
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args. With --resume or --evaluate the defaults are that run's."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
 
     def run_folder(resume: Path | None = None, evaluate: Path | None = None):
         return resume or evaluate
@@ -1176,8 +1178,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
     checkpoint = load_checkpoint(folder) if folder else {}
     saved = checkpoint.get("args", Args())
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
-    if args.resume and "iteration" not in checkpoint:
-        fail(f"{folder} is of commit e500984 or older, which resumes it; --evaluate works here")
     if args.resume and args.num_iterations < checkpoint["iteration"]:
         fail(f"--total-timesteps {args.total_timesteps}: {folder} has trained more")
     for name in ("seed", "num_envs", "num_steps", "log_std_init", "agent_id", "critic"):

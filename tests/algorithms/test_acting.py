@@ -155,7 +155,7 @@ def test_rollouts(script, tmp_path):
             agent.obs_moments.update(obs[:-1][data.valid])
         seen.add(obs[:-1][data.valid])
         found.append(data.valid.sum())
-        cases.add(("clipped reward", bool((np.abs(data.rewards) == 10).any())))
+        cases.add(("clipped reward", script != "ppo" and (np.abs(data.rewards) == 10).any()))
     run.csv.close()
     assert run.global_step == sum(found)
     cases.discard(("clipped reward", False))

@@ -40,7 +40,7 @@ OWN = {
     "PoolEnvs.__init__": [[PPO], [PIXELS, LSTM]],  # masks; options of Atari, lives and games
     "PoolEnvs.flatten": [[PPO]],  # choices as ones and zeros
     "PoolEnvs.step": [[PPO], [PIXELS, LSTM]],  # masks; raw scores and lost lives
-    "Run.__exit__": [[KL], [CMA], [ATARI]],  # whole episodes go beyond the total; of rank 0
+    "Run.__exit__": [[KL], [CMA], [ATARI], [WARP]],  # beyond the total; of rank 0; no sys.exit
     "Run.log": [[ATARI]],  # of rank 0
     "WorkerEnvs.receive": [[PIXELS, LSTM]],  # observations of several parts
     "WorkerEnvs.step": [[KL], [CMA]],  # which environments play; repeated actions

@@ -3,19 +3,22 @@ Rows of rollouts, ends of episodes and their seeds are in algorithms/test_acting
 
 import contextlib
 import importlib
+import os
+from pathlib import Path
 
 import envpool
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 import toys
 from gymnasium import spaces
-from scripts import GYMNASIUM, WHOLE, evaluate, refused, train
+from scripts import GYMNASIUM, PARALLEL, SMALL, WHOLE, evaluate, refused, train
 
 VECTORS = ["ppo", "ppo_continuous_action", *WHOLE]  # whose observations are vectors
 CHOICES = ["ppo", "ppo_pixels", "ppo_lstm"]
 EACH = pytest.mark.parametrize("script", GYMNASIUM)
-BOXES = ["whole", "byte", "half", "double", "number"]
+BOXES = ["whole", "byte", "half", "double", "number", "tenth", "far", "bool"]
 
 
 @pytest.fixture(autouse=True)
@@ -64,12 +67,63 @@ def test_actions_of_any_type_and_shape(script, actions, tmp_path, monkeypatch):
         assert agent.act(obs).shape == agent.act(obs, agent.noise(5)).shape == (5, *space.shape)
 
 
+@pytest.mark.parametrize("script", ["ppo_continuous_action", "ppo_kl_adaptive"])
+def test_the_largest_whole_numbers_are_in_their_box(script):
+    env_actions = importlib.import_module(script).env_actions
+    for dtype in (np.int8, np.int64, np.uint64):
+        box = spaces.Box(np.iinfo(dtype).min, np.iinfo(dtype).max, (2,), dtype)
+        (taken,) = env_actions(box, np.float32([[1e20, -1e20]]))
+        assert box.contains(taken) and taken[0] > 0.99 * box.high[0] and taken[1] == box.low[0]
+
+
+def test_numbers_of_any_size_are_compared_in_their_own_unit():
+    """The means of ppo_kl_adaptive.py, which scales nothing, may be a million."""
+    script = importlib.import_module("ppo_kl_adaptive")
+    agent = script.Agent(toys.Walk(), script.Args())
+    torch.nn.init.constant_(agent.actor[-1].bias, 1e6 / 3)
+    obs, time = np.zeros((8, 3), np.float32), np.zeros(8)
+    script.check_actor(agent, script.numpy_actor(agent), obs, time)
+    other = script.numpy_actor(agent)
+    with pytest.raises(RuntimeError, match="another policy"):
+        script.check_actor(agent, lambda *given: 1.1 * other(*given), obs, time)
+
+
+class Rough(toys.Walk):
+    """Changes the actions that it gets; all that came, and as what."""
+
+    got = []  # noqa: RUF012
+
+    def step(self, action):
+        Rough.got.append(np.array(action))
+        result = super().step(action)
+        action[...] = 0
+        return result
+
+
+@pytest.mark.parametrize("script", GYMNASIUM[1:])
+def test_an_environment_may_change_its_actions(script, registered, tmp_path, monkeypatch):
+    """What is repeated is what was chosen, and so is what is learned."""
+    module = importlib.import_module(script)
+    learned, update = [], module.update
+
+    def spy(agent, data, *given):
+        learned.append(np.asarray(data.actions))
+        return update(agent, data, *given)
+
+    monkeypatch.setattr(module, "update", spy)
+    monkeypatch.setattr(Rough, "got", [])
+    repeat = "--action-repeat 2" if "action_repeat" in module.Args.__annotations__ else ""
+    train(script, tmp_path / "run", f"{registered(Rough)} {repeat}")
+    # only the row after an episode's end may have none
+    assert all(np.any(x) for x in Rough.got) and np.count_nonzero(learned[0]) > learned[0].size / 2
+
+
 class Seer(gym.Env):
     """Episodes of 3 steps, with observations of the space and all that was observed."""
 
-    def __init__(self, space: gym.Space, actions: gym.Space, spoil=lambda obs: obs):
+    def __init__(self, space: gym.Space, actions: gym.Space, spoil=lambda obs: obs, last=3):
         self.observation_space, self.action_space, self.seen = space, actions, []
-        self.spoil = spoil
+        self.spoil, self.last = spoil, last
 
     def look(self):
         self.seen.append(self.observation_space.sample())
@@ -78,11 +132,11 @@ class Seer(gym.Env):
     def reset(self, seed=None, options=None):
         self.observation_space.seed(seed)
         self.t = 0
-        return self.look(), {}
+        return self.look(), None  # as some do
 
     def step(self, action):
         self.t += 1
-        return self.look(), 1.0, self.t == 3, False, {}
+        return self.look(), 1.0, self.t == self.last, False, None
 
 
 VECTOR = spaces.Box(-1, 1, (3,))
@@ -92,6 +146,9 @@ SEEN = {
     "nested": spaces.Dict({"x": VECTOR, "y": spaces.Tuple([VECTOR, spaces.Discrete(2)])}),
     "table": spaces.Box(-1, 1, (2, 3), np.float64),
     "discrete": spaces.Discrete(4),
+    "board": spaces.Box(0, 255, (4, 4), np.uint8),
+    "tetris": spaces.Box(0, 255, (20, 10), np.uint8),
+    "bools": spaces.Box(0, 1, (20, 20, 3), np.bool_),
 }
 
 
@@ -127,6 +184,9 @@ def test_what_can_not_be_is_refused_or_raises(script, registered, tmp_path, capf
     if script in VECTORS:
         flags = registered(lambda: Seer(IMAGE, usual(script)))
         refused(capfd, "ppo_pixels.py", train, script, tmp_path / "run", flags)
+        words = spaces.Dict({"box": VECTOR, "words": spaces.Sequence(spaces.Discrete(9))})
+        flags = registered(lambda: Seer(words, usual(script)))
+        refused(capfd, "no vector of a fixed size", train, script, tmp_path / "run", flags)
     box = spaces.Box(-1, 1, (3,))
     for shape in (slice(1), slice(2)):
         flags = registered(lambda k=shape: Seer(box, usual(script), lambda obs: obs[k]))
@@ -135,6 +195,87 @@ def test_what_can_not_be_is_refused_or_raises(script, registered, tmp_path, capf
     assert not (tmp_path / "run").exists()
     flags = registered(lambda: Seer(box, spaces.Text(5)))
     refused(capfd, "Text(1, 5", train, script, tmp_path / "run", flags)
+
+
+# --- what simulators do ---------------------------------------------------------------------------
+@pytest.mark.parametrize("script", PARALLEL)
+def test_a_simulator_may_go_to_its_own_folder(script, tmp_path, monkeypatch):
+    """The run stays where the command was given, and is played from there."""
+    (tmp_path / "simulator").mkdir()
+    (tmp_path / "work").mkdir()
+    for kind in (toys.Walk, toys.Group):
+        monkeypatch.setattr(kind, "strike", lambda *_: os.chdir(tmp_path / "simulator"))
+    for flags, run in (("--run-dir mine", "mine"), ("", "runs/*")):
+        monkeypatch.chdir(tmp_path / "work")
+        args = f"{SMALL[script]} {flags} --total-timesteps 32".split()
+        module = importlib.import_module(script)
+        folder = module.train(module.parse_args(args))
+        assert Path.cwd() == tmp_path / "simulator" and not list(Path.cwd().iterdir())
+        assert [folder] == list((tmp_path / "work").glob(run)) and (
+            folder / "checkpoint.pt"
+        ).exists()
+        monkeypatch.chdir(tmp_path / "work")
+        assert len(evaluate(script, folder.relative_to(tmp_path / "work"))) == 3
+
+
+@pytest.mark.parametrize("script", PARALLEL)
+def test_seeds_have_31_bits(script, tmp_path, monkeypatch):
+    """Some take an int32. Smaller ones are as they were."""
+    module = importlib.import_module(script)
+    drawn, told, episode_seed = [], [], module.episode_seed
+    monkeypatch.setattr(
+        module, "episode_seed", lambda *k: drawn.append(episode_seed(*k)) or drawn[-1]
+    )
+    for kind in (toys.Walk, toys.Group):
+        reset = kind.reset
+        monkeypatch.setattr(
+            kind, "reset", lambda env, seed, f=reset, **more: told.append(seed) or f(env, seed=seed)
+        )
+    train(script, tmp_path / "run")
+    assert max(told) < 2**31 < max(drawn)
+    assert {seed for seed in drawn[2:] if seed < 2**31} <= {*told}
+
+
+@pytest.mark.parametrize("script", ["ppo_pixels", "ppo_lstm", "ppo_atari_multigpu"])
+def test_no_default_takes_more_threads_than_allowed(script, tmp_path, monkeypatch):
+    module, taken = importlib.import_module(script), []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)  # of OMP_NUM_THREADS
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    if script == "ppo_atari_multigpu":
+        taken.append(module.join(module.Args(cuda=False))[2])
+    else:
+        train(script, tmp_path / "run", "--num-threads 0")
+    assert taken == [3]
+
+
+@pytest.mark.parametrize("script", PARALLEL)
+@pytest.mark.parametrize("place", ["step", "constructor"])
+def test_sys_exit_of_an_environment_is_told(script, place, tmp_path, capfd):
+    module = importlib.import_module(script)
+    args = f"{SMALL[script]} --total-timesteps 32 --run-dir {tmp_path / 'run'}".split()
+    with pytest.raises(SystemExit) as end:
+        module.train(module.parse_args([*args, "--env-kwargs", f'{{"fault": "exit of {place}"}}']))
+    err = capfd.readouterr().err
+    assert "no license" in err and ("in strike" in err) == (place == "step")
+    assert end.value.code == ("no license" if place == "step" else 2)
+
+
+@EACH
+def test_a_policy_that_never_ends_its_episode(script, registered, tmp_path, capsys):
+    """Sampled episodes are told first. A limit bounds training, and evaluation: 2 x 3 x 5 steps."""
+    made = []
+
+    def make():
+        made.append(Seer(VECTOR, usual(script), last=None))
+        return made[-1]
+
+    flags = f"{registered(make)} --max-episode-steps 5"
+    train(script, tmp_path / "run", flags)
+    capsys.readouterr()
+    assert evaluate(script, tmp_path / "run", "--env-id Own-v0") == [5.0] * 3
+    assert len(made[-1].seen) <= 2 * 3 * 6 + 2  # and first observations
+    told = capsys.readouterr().out
+    assert told.index("sampled, 3 episodes: 5.00") < told.index("eval_episode=0")
 
 
 # --- masks ----------------------------------------------------------------------------------------
@@ -157,7 +298,7 @@ class Doors(gym.Env):
         if self.kind == "dict":
             return {"observation": obs, "action_mask": np.hstack(self.open)}, {}
         info = {"info": {"action_mask": mask}, "legal": {"legal_action_mask": mask}, "none": {}}
-        return obs, info[self.kind]
+        return obs, info.get(self.kind)
 
     def reset(self, seed=None, options=None):
         super().reset(seed=seed)
@@ -173,18 +314,37 @@ class Doors(gym.Env):
         return obs, float(np.sum(action)), False, self.t == 7, info
 
 
+class Method(Doors):
+    """The convention of sb3-contrib."""
+
+    def action_masks(self):
+        return np.hstack(self.open) > 0
+
+
 KINDS = [("info", (4,)), ("legal", (4,)), ("dict", (4,)), ("info", (3, 4)), ("dict", (3, 4))]
+KINDS += [("method", (4,)), ("method", (3, 4))]
 
 
 @pytest.mark.parametrize("script", CHOICES)
 @pytest.mark.parametrize(("kind", "walls"), KINDS)
-def test_only_valid_choices_are_taken(script, kind, walls, registered, tmp_path):
-    """Through ends of episodes, in training and evaluation; otherwise the run would end."""
-    flags = registered(lambda: Doors(kind, walls))
+def test_only_valid_choices_are_taken(script, kind, walls, registered, tmp_path, capsys):
+    """Through ends of episodes, in training and evaluation; otherwise the run would end. A line
+    says whether masks are seen."""
+    flags = registered(lambda: (Method if kind == "method" else Doors)(kind, walls))
     train(script, tmp_path / "run", flags, 6)
+    assert "masks of valid actions: True" in capsys.readouterr().out
     assert len(evaluate(script, tmp_path / "run", f"{flags} --eval-episodes 3")) == 3
     with pytest.raises(RuntimeError, match=r"\binto\b"):
         train(script, tmp_path / "free", f"{flags} --no-action-masks", 6)
+    assert "masks of valid actions: False" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", CHOICES)
+def test_a_mask_of_zeros_is_none(script, registered, tmp_path, monkeypatch):
+    """During an episode, too: some end it with whatever action comes next."""
+    look = Doors.look
+    monkeypatch.setattr(Doors, "look", lambda env: (look(env)[0], {"action_mask": np.zeros(4)}))
+    train(script, tmp_path / "run", registered(lambda: Doors("none")), 3)
 
 
 @pytest.mark.parametrize("script", CHOICES)
