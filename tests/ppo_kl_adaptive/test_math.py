@@ -81,10 +81,10 @@ def test_the_loss_and_its_hinge():
         batch = Batch(None, None, old, torch.zeros(len(ratio)), torch.tensor(advantages), None)
         return script.ppo_loss(agent, batch)[0].item()
 
-    assert loss([1.1, 0.9], [1.0, -1.0], 0.02) == pytest.approx(-0.0702, abs=1e-6)
-    assert loss([1.0, 1.0], [0.0, 0.0], 0.0059, beta=3.0) == pytest.approx(0.0177, abs=1e-7)
+    assert loss([1.1, 0.9], [1.0, -1.0], 0.02) == pytest.approx(-0.0702, rel=1e-4)
+    assert loss([1.0, 1.0], [0.0, 0.0], 0.0059, beta=3.0) == pytest.approx(0.0177, rel=1e-4)
     # of the mean KL; that of the hinges is not 0
-    assert loss([1.0, 1.0], [0.0, 0.0], [0.0, 0.01]) == pytest.approx(0.005, abs=1e-7)
+    assert loss([1.0, 1.0], [0.0, 0.0], [0.0, 0.01]) == pytest.approx(0.005, rel=1e-4)
 
 
 def test_advantages_and_returns():
