@@ -419,7 +419,7 @@ def test_games_of_envpool(script, tmp_path, capfd, monkeypatch):
     refused(capfd, "several players", train, script, tmp_path / "players", players)
     grid = tmp_path / "grid", "--env-id envpool:MiniGrid-Empty-5x5-v0"
     if script == "ppo":
-        refused(capfd, "use ppo_pixels.py", train, script, *grid)
+        refused(capfd, "for images: ppo_pixels.py", train, script, *grid)
     else:
         train(script, *grid)
         assert "image (7, 7, 3); not obs/mission" in "".join(capfd.readouterr())
