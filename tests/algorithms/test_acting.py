@@ -5,11 +5,13 @@ import csv
 import importlib
 import math
 
+import envpool
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 from common import make
+from program import Toy
 from reference import Seen, gaussian, linear, lstm, mlp, parameters
 from toys import BOX, Group, Walk
 
@@ -214,7 +216,7 @@ def test_agents(team, tmp_path):
 
 FALLS = {  # which flag falls, beside the learning rate
     "ppo": {"anneal_ent_coef": True}, "ppo_continuous_action": {"anneal_ent_coef": True},
-    "ppo_pixels": {}, "ppo_lstm": {}, "ppo_pettingzoo": {},
+    "ppo_pixels": {}, "ppo_lstm": {}, "ppo_pettingzoo": {}, "ppo_atari_multigpu": {},
 }  # fmt: skip
 
 
@@ -225,12 +227,18 @@ def test_rates_fall_to_nothing(script, tmp_path, monkeypatch):
     env_id = {"ppo": "toys:Turn-v0", "ppo_pettingzoo": "toys:make"}.get(script, "toys:Walk-v0")
     flags = FALLS[script] | {"env_id": env_id, "num_envs": 2, "num_steps": 8, "num_minibatches": 2}
     flags |= {"total_timesteps": 4 * 16, "ent_coef": 0.3, "cuda": False, "num_threads": 1}
+    if script == "ppo_atari_multigpu":
+        monkeypatch.setattr(envpool, "make", Toy)
+        flags["env_id"] = "Pong-v5"
     rates, bonuses, plain = [], [], module.update
 
     def update(agent, data, args, *more):
         rates.append(args.learning_rate)
         bonuses.append(args.ent_coef)
-        return plain(agent, data, args, *more)
+        metrics = plain(agent, data, args, *more)
+        if not isinstance(agent.adam, dict):
+            assert float(agent.adam.param_groups[0]["lr"]) == pytest.approx(args.learning_rate)
+        return metrics
 
     monkeypatch.setattr(module, "update", update)
     module.train(module.Args(run_dir=tmp_path / "run", learning_rate=0.1, **flags))
@@ -240,5 +248,5 @@ def test_rates_fall_to_nothing(script, tmp_path, monkeypatch):
     if hasattr(module, "RunningMoments"):
         monkeypatch.setattr(module.RunningMoments, "update", lambda *_: pytest.fail("it moved"))
     args = module.load_checkpoint(tmp_path / "run")["args"]
-    args.evaluate, args.eval_episodes, args.env_id = tmp_path / "run", 2, env_id
+    args.evaluate, args.eval_episodes, args.env_id = tmp_path / "run", 2, flags["env_id"]
     assert len(module.evaluate(args)) == 2

@@ -137,21 +137,3 @@ def test_rollouts(monkeypatch):
     assert log.last_returns == [score for _, score, _ in games]
     means = [value for tag, value, _ in log.points if tag == "charts/episodic_return"]
     assert len(means) == 2 and all(np.isfinite(means))
-
-
-def test_the_rate_falls_to_nothing(tmp_path, monkeypatch):
-    """In iteration k of 4 it is 1 - k / 4 of the first; and Adam gets it."""
-    monkeypatch.setattr(envpool, "make", Toy)
-    plain, rates = script.update, []
-
-    def update(agent, data, args, *more):
-        metrics = plain(agent, data, args, *more)
-        rates.append((args.learning_rate, float(agent.adam.param_groups[0]["lr"])))
-        return metrics
-
-    monkeypatch.setattr(script, "update", update)
-    flags = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 1}
-    flags |= {"total_timesteps": 4 * 16, "cuda": False, "num_threads": 1, "learning_rate": 0.1}
-    script.train(script.Args(run_dir=tmp_path / "run", **flags))
-    expected = np.repeat([[0.1], [0.075], [0.05], [0.025]], 2, axis=1)
-    np.testing.assert_allclose(rates, expected, rtol=1e-6)

@@ -16,7 +16,7 @@ FLAGS = {
     "ppo_continuous_action": f"--env-id InvertedPendulum-v4 {SIZES}",
     "ppo_kl_adaptive": "--env-id InvertedPendulum-v4 --num-envs 3 --episodes-per-batch 6",
     "ppo_cma": "--env-id InvertedPendulum-v4 --iter-steps 200 --n-updates 3",
-    "ppo_atari_multigpu": f"--env-id Breakout-v5 {SIZES}",
+    "ppo_atari_multigpu": f"--env-id Breakout-v5 --cudagraphs {SIZES}",
     "ppo_pixels": f"--env-id benchmark.published.gates:Gates-v0 {SIZES}",
     "ppo_pettingzoo": f"--env-id agents_toy:make {SIZES}",
     "ppo_lstm": SIZES,

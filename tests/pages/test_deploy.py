@@ -77,9 +77,8 @@ def shaken(agent, loud: float = 30.0):
     return agent
 
 
-def export(script, agent, monkeypatch, change: dict[str, str] | None = None) -> dict:
-    """Run the page's snippet of this script, or of its group, on this agent; its names. What is to
-    be changed must be there."""
+def export(script, agent, monkeypatch) -> dict:
+    """Run the page's snippet of this script, or of its group, on this agent; its names."""
     monkeypatch.setattr(script, "load", lambda folder: (agent, getattr(agent, "args", None)))
     found = [x for x in SNIPPETS if f"from {script.__name__} import" in x]
     if not found:
@@ -88,9 +87,6 @@ def export(script, agent, monkeypatch, change: dict[str, str] | None = None) -> 
         leader = re.search(r"from (ppo\w+) import", text).group(1)
         found = [text.replace(f"from {leader} import", f"from {script.__name__} import")]
     (snippet,) = found
-    for old, new in (change or {}).items():
-        assert old in snippet
-        snippet = snippet.replace(old, new)
     exec(snippet, names := {})
     return names
 
@@ -238,19 +234,6 @@ def test_several_agents(monkeypatch, rng):
         alike(rows[:, 0], expected)
         assert numbers(name) < count(agent.actor) + 32
         assert len(set(expected)) > 1 or name != "scout"
-    with_mask = {  # as the page says
-        ", roles.has[i]]": "]",
-        "act(agent, obs, rest": "act(agent, obs, mask, rest",
-        "shape[0], -1)]": "shape[0], -1), mask]",
-        "np.float32))": "np.float32), mask=np.ones((2, 3), np.float32))",
-    }
-    export(ppo_pettingzoo, agent, monkeypatch, with_mask)
-    obs = rng.uniform(-1, 1, (ROWS, 3)).astype(np.float32)
-    mask = np.float32(rng.permuted(np.tile([0, 1, 1], (ROWS, 1)), axis=1))
-    (rows,) = run("scout", obs=obs, mask=mask)
-    infos = [{"scout": {"action_mask": allowed}} for allowed in mask]
-    pairs = zip(obs, infos, strict=True)
-    alike(rows[:, 0], [agent.act({"scout": x}, infos=info)["scout"] for x, info in pairs])
 
 
 def test_the_loops_of_a_trained_policy(place, monkeypatch):

@@ -223,28 +223,15 @@ class Log:
 class Player:
     """Toys, an agent and its buffers; `roll()` is the next rollout."""
 
-    def __init__(self, args, device="cpu", columns=None, record=False):
+    def __init__(self, args, columns=None):
         self.args, self.log = args, Log()
         self.envs = script.Envs(args, columns or slice(0, args.num_envs))
-        self.agent = new_agent(args, device)
+        self.agent = new_agent(args)
         self.buffers = script.make_buffers(self.agent, self.envs, args)
-        self.act = script.Recorded(script.acting_step) if record else script.acting_step
 
     def roll(self):
-        given = self.agent, self.envs, self.buffers, self.log, self.args, self.act
+        given = self.agent, self.envs, self.buffers, self.log, self.args
         return script.rollout(*given)
-
-
-def three_rollouts(player: Player) -> list[list[torch.Tensor]]:
-    """The rows of three rollouts, between which the policy changes."""
-    found = []
-    for k in range(3):
-        player.log.iteration = k
-        found.append([torch.as_tensor(x).clone().cpu() for x in player.roll()])
-        with torch.no_grad():
-            for p in player.agent.parameters():
-                p += 0.01 * torch.cos(torch.arange(p.numel())).view_as(p).to(p)
-    return found
 
 
 def test_no_host_waits_for_acting(toys):
@@ -315,24 +302,6 @@ def test_compiled_code_follows_numbers_of_args():
         compiled = script.update(agents[1], data, args, k, gradient)
         assert compiled == pytest.approx(metrics, rel=1e-3, abs=1e-4)
         torch.testing.assert_close(*map(vector, agents), atol=2e-4, rtol=0)
-
-
-@pytest.mark.gpu
-@GPU
-@pytest.mark.parametrize("flags", ["", "--bf16", "--cudagraphs"])
-def test_acting_in_a_cuda_graph_is_acting(flags, toys, monkeypatch, capsys):
-    """Actions, and all that is kept of them, as without a graph; compiled ones to rounding."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    args = parse(f"--num-envs 4 --num-steps 16 {flags}")
-    wanted = three_rollouts(Player(args, device="cuda"))
-    player = Player(args, device="cuda", record=True)
-    if flags == "--cudagraphs":
-        script.compile_grad(player.agent, args)
-    for one, other in zip(three_rollouts(player), wanted, strict=True):
-        for x, y in zip(one, other, strict=True):
-            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
-    assert isinstance(player.act.graph, torch.cuda.CUDAGraph)
-    assert "going on eagerly" not in capsys.readouterr().out
 
 
 # --- as a program ---------------------------------------------------------------------------------

@@ -260,13 +260,6 @@ def test_exactly_b_whole_episodes(num_envs):
     assert (data.obs[1:][data.truncated][:, 1] == 4).all()
 
 
-@pytest.mark.slow
-def test_an_endless_episode_is_an_error():
-    agent, envs, run, _ = start("Endless-v0")
-    with pytest.raises(TimeoutError, match="max_episode_steps"):
-        script.rollout(agent, envs, run, 2)
-
-
 # --- runs -----------------------------------------------------------------------------------------
 # Every KL is too high, which moves beta in each iteration and the learning rate from the second on
 SMALL = (
