@@ -6,7 +6,17 @@ import numpy as np
 from pettingzoo import AECEnv, ParallelEnv
 
 
-class Watch(ParallelEnv):
+class Drawn(ParallelEnv):
+    """What all need that can be drawn."""
+
+    def render(self):
+        return np.full((64, 64, 3), self.t, np.uint8)
+
+    def close(self):
+        pass
+
+
+class Watch(Drawn):
     """A scout with three choices, of which its mask allows two, and two guards with two choices.
     The right choice pays 1, a wrong one kills; after 20 steps time is up. The scout sees which is
     right in three numbers, a guard in one. The best return is 20 each, 60 in all."""
@@ -56,14 +66,8 @@ class Watch(ParallelEnv):
         self.agents = [a for a in self.agents if hit[a] and self.t < self.limit]
         return observations, rewards, terminated, truncated, infos
 
-    def render(self):
-        return np.full((64, 64, 3), self.t, np.uint8)
 
-    def close(self):
-        pass
-
-
-class Drift(ParallelEnv):
+class Drift(Drawn):
     """Agents that are alike, with Box actions of different sizes if `sizes` says so; each is paid
     for being near its target, dies where `dies` says, and stops where `stops` says. If `silent`, no
     death is reported: the agent is gone."""
@@ -107,12 +111,6 @@ class Drift(ParallelEnv):
         if self.silent:
             terminated = dict.fromkeys(acted, False)
         return seen, rewards, terminated, truncated, {a: {} for a in seen}
-
-    def state(self):
-        return np.full((2, 2), self.phase + self.t)
-
-    def close(self):
-        pass
 
 
 class Turns(AECEnv):
@@ -164,7 +162,7 @@ class Turns(AECEnv):
         pass
 
 
-class Duel(ParallelEnv):
+class Duel(Drawn):
     """Two players see one screen, of which the left or the right half is lit: the first must choose
     that half, the second the other one, which pays a point that the opponent loses. The corner
     shows the step; after `limit` steps time is up. Observations are images of bytes, or Dicts with
@@ -211,12 +209,6 @@ class Duel(ParallelEnv):
         self.agents = [] if self.t >= self.limit else acted
         rewards = {"first": float(points), "second": -float(points)}
         return seen, rewards, dict.fromkeys(acted, False), over, {agent: {} for agent in acted}
-
-    def render(self):
-        return np.full((64, 64, 3), self.t, np.uint8)
-
-    def close(self):
-        pass
 
 
 make, drift, turns, duel = Watch, Drift, Turns, Duel

@@ -2,7 +2,6 @@
 statistics, whole episodes, boxes. Updates are in algorithms/test_cma.py."""
 
 import csv
-from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from program import scalars
-from scripts import refused
+from scripts import resume, train
 
 import ppo_cma
 from ppo_cma import Agent, Args, Rollout, log_density
@@ -318,54 +317,20 @@ def test_running_episodes_finish_and_short_ones_are_not_favoured(play):
 
 
 # --- runs -----------------------------------------------------------------------------------------
-SMALL = (
-    "--iter-steps 200 --n-updates 5 --minibatch-size 32 --history-buffer-size 3 --no-cuda "
-    "--checkpoint-interval 2 --no-anneal-lr"
-)
+def test_boxes_that_can_not_be_learned_in_are_refused():
+    for low, high in ((0, 1e-40), (0, 0), (-1e20, 1e20), (-1, np.inf), (1e8, 1e8 + 1)):
+        box = gym.spaces.Box(np.array([low, -1.0]), np.array([high, 1.0]), dtype=np.float64)
+        with pytest.raises(gym.error.Error, match="its sides must be from 1e-6 to 1e6"):
+            ppo_cma.check_spaces(Clock.observation_space, box)
 
 
-@pytest.fixture
-def train(monkeypatch):
-    """Train in a box of actions, without the pretraining; the checkpoint and first numbers."""
+def test_a_resumed_run_takes_other_flags(tmp_path, monkeypatch):
     monkeypatch.setattr(ppo_cma, "pretrain_policy", lambda *_: None)
-
-    def train(folder: Path, low, high, dtype=np.float32, flags="--total-timesteps 1500"):
-        box = gym.spaces.Box(np.array([low, -1.0]), np.array([high, 1.0]), dtype=dtype)
-        taken = []
-
-        class Boxed(Clock):
-            action_space = box
-
-            def step(self, action):
-                taken.append(action[0])
-                return super().step(action)
-
-        spec = gym.envs.registration.EnvSpec("Boxed-v0", entry_point=lambda **_: Boxed([10]))
-        monkeypatch.setitem(gym.registry, "Boxed-v0", spec)
-        line = f"{SMALL} --env-id Boxed-v0 --run-dir {folder} {flags}"
-        ppo_cma.train(ppo_cma.parse_args(line.split()))
-        return ppo_cma.load_checkpoint(folder), np.array(taken)
-
-    return train
-
-
-BOUNDS = [(0, 1e-40), (0, 0), (-1e20, 1e20), (-1, np.inf), (1e8, 1e8 + 1)]
-
-
-def test_boxes_that_can_not_be_learned_in_are_refused(train, tmp_path, capfd):
-    for low, high in BOUNDS:
-        says = "its sides must be from 1e-6 to 1e6"
-        refused(capfd, says, train, tmp_path / "run", low, high, np.float64)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_resumed_run_takes_other_flags(train, tmp_path):
-    before, _ = train(tmp_path / "run", -1, 1)
-    flags = "--total-timesteps 1800 --history-buffer-size 2 --n-updates 3 --learning-rate 1e-4"
-    ppo_cma.train(ppo_cma.parse_args(f"--resume {tmp_path / 'run'} {flags}".split()))
-    resumed = ppo_cma.load_checkpoint(tmp_path / "run")
-    assert len(resumed["history"]) == 2
+    before = train("ppo_cma", tmp_path / "run", "--history-buffer-size 3 --no-anneal-lr", 6)
+    flags = "--total-timesteps 160 --history-buffer-size 2 --n-updates 5 --learning-rate 1e-4"
+    resumed = resume("ppo_cma", tmp_path / "run", flags)
+    assert len(before["history"]) == 3 and len(resumed["history"]) == 2
     assert scalars(tmp_path / "run")["charts/learning_rate"][-1][1] == pytest.approx(1e-4)
     steps = max(x["step"].item() for x in resumed["adam"].values())
     assert before["iteration"] < resumed["iteration"]
-    assert steps == 5 * before["iteration"] + 3 * (resumed["iteration"] - before["iteration"])
+    assert steps == 2 * before["iteration"] + 5 * (resumed["iteration"] - before["iteration"])

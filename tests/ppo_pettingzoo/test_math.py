@@ -410,17 +410,3 @@ def test_modules_that_a_folder_may_name():
         "evil:sisl/pursuit_v5": False, "mpe2.core:os": False,
     }  # fmt: skip
     assert {env_id: script.is_known(env_id) for env_id in known} == known
-
-
-def test_episodes_of_foraging_repeat():
-    """Its resets depend on the episode before, unless it is made anew."""
-    envs = make_envs(FORAGING)
-    rounds = []
-    for numbers in (range(30), reversed(range(30))):
-        starts = {}
-        for number in numbers:
-            envs.begin(0, number)
-            starts[number] = envs.rows[0].tolist()
-        rounds.append(starts)
-    assert rounds[0] == rounds[1]
-    assert len({str(rows) for rows in rounds[0].values()}) > 20

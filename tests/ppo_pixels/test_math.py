@@ -235,28 +235,6 @@ def test_atari_shows_the_brighter_of_two_frames_and_counts_every_reward():
     other.close()
 
 
-def test_weights_of_commit_e500984():
-    """There the parts of an action had the order of the space, those of an observation numbers."""
-    space = spaces.Dict(a=VECTOR, b=spaces.Discrete(2), c=image(7, 7, 3))
-    agent = Agent(env_of(space, spaces.Tuple([spaces.Box(-1, 3, (2,)), spaces.Discrete(3)])))
-    weights = {}
-    for name, x in agent.state_dict().items():
-        old = name.replace("trunk.obs/c.", "trunk.images.0.")
-        old = old.replace("moments.obs/a.", "moments.0.").replace("moments.obs/c.", "moments.2.")
-        weights[old] = x + torch.rand(x.shape).to(x)
-    weights["number"] = torch.tensor([True, True, False, False, False])
-    weights["origin"] = torch.tensor([1, 1, 0, 0, 0.0])
-    weights["unit"] = torch.tensor([2, 2, 1, 1, 1.0])
-    actor, vectors = weights["actor.weight"], weights["trunk.vectors.0.bias"]
-    variance, kernel = weights["moments.2.var"], weights["trunk.images.0.4.weight"]
-    agent.load_state_dict(ppo_pixels.current_weights(weights, agent.codec))
-    assert torch.equal(agent.actor.weight, actor[[2, 3, 4, 0, 1]])
-    assert torch.equal(agent.moments["obs/c"].var, variance)
-    assert torch.equal(agent.trunk["obs/c"][4].weight, kernel)
-    assert torch.equal(agent.trunk["vectors"][0].bias, vectors)
-    assert (agent.origin.tolist(), agent.unit.tolist()) == ([1, 1], [2, 2])
-
-
 # --- runs -----------------------------------------------------------------------------------------
 SMALL = "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 2 --num-threads 1"
 SMALL += " --no-cuda --total-timesteps 64"
