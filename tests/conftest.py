@@ -13,11 +13,6 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture
-def root() -> Path:
-    return ROOT
-
-
-@pytest.fixture
 def small(monkeypatch):
     """Small environments for every script, those of scripts.py."""
     from scripts import small_environments  # not for tests of the harness, which need none

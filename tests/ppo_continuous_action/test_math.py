@@ -161,19 +161,9 @@ def test_moments_are_those_of_all_that_was_seen(script):
     assert moments.count == 5101
 
 
-class Gate(nn.Module):
-    def __init__(self, inputs, outputs):
-        super().__init__()
-        self.a, self.b = nn.Linear(inputs, outputs), nn.Linear(inputs, outputs)
-
-    def forward(self, x):
-        return self.a(x) * self.b(x).sigmoid()
-
-
 NETWORKS = {
     "no bias": lambda i, o: nn.Sequential(nn.Linear(i, 16), nn.ReLU(), nn.Linear(16, o, False)),
-    "nested": lambda i, o: nn.Sequential(nn.Sequential(nn.Linear(i, 8), nn.ELU()), Gate(8, o)),
-    "a linear layer": nn.Linear,
+    "nested": lambda i, o: nn.Sequential(nn.Sequential(nn.Linear(i, 8), nn.ELU()), nn.Linear(8, o)),
 }
 
 
@@ -344,9 +334,9 @@ def test_compiled_steps_follow_every_number_of_args(script):
         return [numbers, nn.utils.parameters_to_vector(agent.parameters()).detach()]
 
     plain, _ = step(script.minibatch_step)
-    others = {"clip_coef": 0.01, "ent_coef": 5.0, "vf_coef": 3.0, "max_grad_norm": 0.01}
+    others = {"ent_coef": 5.0, "vf_coef": 3.0, "max_grad_norm": 0.01, "learning_rate": 0.1}
     others |= {"norm_adv": not args.norm_adv, "clip_vloss": not args.clip_vloss}
-    changes = [{name: value} for name, value in others.items()] + [{"learning_rate": 0.1}]
+    changes = [{name: value} for name, value in others.items()]
     changes += [{"clip_coef": 0.2 - 0.01 * k, "ent_coef": 0.003 * k} for k in range(20)]
     for changed in changes:
         step(compiled)
@@ -354,7 +344,7 @@ def test_compiled_steps_follow_every_number_of_args(script):
         found, compiled_parameters = step(compiled, **changed)
         torch.testing.assert_close(found, numbers, rtol=1e-3, atol=1e-5, msg=str(changed))
         torch.testing.assert_close(compiled_parameters, parameters, rtol=1e-3, atol=1e-5)
-        if len(changed) == 1 and changed.keys() <= {"clip_coef", "norm_adv", "clip_vloss"}:
+        if changed.keys() <= {"norm_adv", "clip_vloss"}:
             assert not torch.allclose(numbers, plain, rtol=1e-4), changed
 
 
