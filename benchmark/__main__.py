@@ -3,11 +3,7 @@
     python -m benchmark run --env-ids Hopper-v4 HalfCheetah-v4 --num-seeds 5 --workers 2 \\
         --command "python ppo_continuous_action.py --total-timesteps 1000000"
     python -m benchmark report runs/benchmark --output runs/report
-    python -m benchmark compare runs/before runs/after
     python -m benchmark speed --command "python ppo_continuous_action.py --env-id HalfCheetah-v4"
-    python -m benchmark tune --command "python ppo.py --total-timesteps 50000" \\
-        --env-ids CartPole-v1 --search "learning-rate log 1e-5 1e-2" --study runs/tune
-    python -m benchmark verify results
 """
 
 import signal

@@ -69,11 +69,8 @@ def comparable(groups: Iterable[Group], metric: str) -> dict[str, Group]:
 def effect(
     old: Iterable[Group], new: Iterable[Group], metric: str
 ) -> tuple[list[tuple[Group, Group]], Judgement | None]:
-    """Compare two algorithms on the environments where both can be compared.
-
-    Returns pairs of their groups, sorted by environment, and the judgement, which is None if there
-    is no pair. The command and the tables of the pages both use this, so they agree to the digit.
-    """
+    """Pairs of two algorithms' groups on the environments where both can be compared, sorted, and
+    the judgement, which is None if there is no pair. The tables of the pages use it, too."""
     ours = comparable(old, metric)
     theirs = comparable(new, metric)
     pairs = [(ours[env_id], theirs[env_id]) for env_id in sorted(ours.keys() & theirs.keys())]
@@ -130,7 +127,6 @@ def compare(
     new = data.group(new_runs)
     names = sorted({own.algorithm for own in old})
     print(f"A, the old: {a}\nB, the new: {b or a}\n")
-    print("".join(f"A is without {run.reason}\n" for run in old_runs if run.status == "unreadable"))
     verdicts = []
     lacks = []
     pairs = [algorithm] if algorithm else [(name, name) for name in names]

@@ -6,8 +6,7 @@
 
 A program that is not ours takes part if it leaves an `episodes.csv` (global_step, seconds, return,
 length; a row per training episode) and a `run.json` with "script", "seed", "status" ("finished" at
-the end) and "args" with "env_id". If "args" has an "exp_name" other than the script's, it names a
-variant. `run` records how the program was started (programs.provenance).
+the end) and "args" with "env_id". An "exp_name" in "args" other than the script names a variant.
 """
 
 import contextlib
@@ -71,9 +70,6 @@ class Run:
         return float(np.mean(values))
 
 
-# --- files of a run -------------------------------------------------------------------------------
-
-
 def slug(env_id: str) -> str:
     """An environment's id without its module, as a folder's name."""
     return re.sub(r"^[\w.]+:", "", env_id).replace("/", "-")
@@ -106,7 +102,7 @@ def with_starts(info: dict, job: dict) -> dict:
     """The content of run.json, completed by what `run` recorded when the run began."""
     first, *later = job.get("starts") or [{}]
     versions = info.get("versions", {}) | first.get("versions", {})
-    resumed = {"resumed_with": later} if later else {}  # another source, hardware or versions
+    resumed = {"resumed_with": later} if later else {}
     return first | info | {"versions": versions} | resumed
 
 
@@ -151,9 +147,8 @@ def read_place(place: Path) -> Run:
     if place.suffix == ".json":
         # run.json names the script that the program imports, so the folder's name counts
         job = {"script": place.parent.name, "variant": place.stem.rpartition("-s")[0]}
-        return make_run(
-            json.loads(place.read_text()), read_table(place.with_suffix(".csv.gz")), job
-        )
+        table = read_table(place.with_suffix(".csv.gz"))
+        return make_run(json.loads(place.read_text()), table, job)
     job = {}
     folder = place
     if (place / "job.json").exists():
@@ -240,9 +235,6 @@ def commit(run_folder: Path, job: dict, evaluation: list[float], results: Path):
     write_json(path, info)
 
 
-# --- groups of runs -------------------------------------------------------------------------------
-
-
 @dataclass
 class Group:
     """The runs of an algorithm on an environment, by seed, all trained equally long."""
@@ -289,9 +281,6 @@ def only(runs: list[Run], name: str, wanted: Iterable[str]) -> list[Run]:
         refuse(f"no run of {', '.join(missing)}; there are {', '.join(there)}")
     wanted = wanted or there
     return [run for run in runs if getattr(run, name) in wanted or run.status == "unreadable"]
-
-
-# --- other tables ---------------------------------------------------------------------------------
 
 
 class Scale(NamedTuple):

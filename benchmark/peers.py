@@ -3,11 +3,10 @@
     python benchmark/peers.py sb3 ppo_continuous_action.py --env-id HalfCheetah-v4 --num-envs 4
     python benchmark/peers.py bare ppo.py --env-id CartPole-v1 --total-timesteps 100000
 
-`sb3` trains Stable-Baselines3's PPO with the script's hyper-parameters: the script's own parser
-reads the flags. An entropy bonus that falls stays constant there. With --env-workers each of SB3's
-environments has its own process. `bare` steps the script's environments with random actions and
-does nothing else. Both leave a run.json with the number of environment steps. A script takes part
-if it has `parse_args` and `make_env` and, for sb3, the flags of clipped PPO.
+`sb3` trains Stable-Baselines3's PPO with the script's hyper-parameters, but an entropy bonus that
+falls stays constant there; with --env-workers each environment has its own process. `bare` steps
+the environments with random actions. Both leave a run.json with the number of steps. A script takes
+part if it has `parse_args` and `make_env` and, for sb3, the flags of clipped PPO.
 """
 
 import importlib
@@ -15,16 +14,16 @@ import json
 import sys
 from pathlib import Path
 
-NEEDED = {
-    "bare": ("\ndef parse_args(", "\ndef make_env("),
-    "sb3": ("\ndef parse_args(", "\ndef make_env(", "\n    num_minibatches:", "\n    num_steps:"),
-}
-
 
 def fit(kind: str, words: list[str]) -> bool:
     """Whether a command's script can have such a peer."""
     text = "".join(Path(word).read_text() for word in words if word.endswith(".py"))
-    return all(part in text for part in NEEDED[kind])
+    needed = [
+        "def parse_args(",
+        "def make_env(",
+        *(["    num_minibatches:"] if kind == "sb3" else []),
+    ]
+    return all(f"\n{part}" in text for part in needed)
 
 
 def parse(script: str, flags: list[str]):
@@ -33,9 +32,6 @@ def parse(script: str, flags: list[str]):
     sys.path.insert(0, str(path.parent))
     module = importlib.import_module(path.stem)
     return module, module.parse_args(flags)
-
-
-# --- Stable-Baselines3 ----------------------------------------------------------------------------
 
 
 def sb3_envs(module, args):
@@ -97,9 +93,6 @@ def sb3(module, args) -> int:
     if args.total_timesteps >= batch:  # a shorter run trains nothing, as in our scripts
         model.learn(args.total_timesteps // batch * batch)
     return model.num_timesteps
-
-
-# --- bare environments ----------------------------------------------------------------------------
 
 
 def bare(module, args) -> int:

@@ -42,9 +42,6 @@ def at_least(least: float, **flags: float):
             refuse(f"--{name.replace('_', '-')} {value}: must be at least {least}")
 
 
-# --- commands -------------------------------------------------------------------------------------
-
-
 def split(command: str) -> list[str]:
     """A command's words. It refuses a command whose program or script is missing."""
     try:
@@ -103,12 +100,9 @@ def how_it_ended(code: int) -> str:
 
 
 def provenance(words: list[str], environment: Mapping[str, str] = os.environ) -> dict:
-    """What a reader needs to believe or repeat a run of this command, which is about to start.
-
-    Commit and source are those of its script; `git_dirty` says whether the script differs from that
-    commit. Versions are those of its Python, {} if it names none. `processes` is the number that
-    torchrun's flags ask for, None if only torchrun knows it. What is not known is None.
-    """
+    """What a reader needs to believe or repeat a run of this command, None for what isn't known.
+    `git_dirty` says whether its script differs from the commit. Versions are those of its Python,
+    {} if it names none."""
 
     def output(*command: str) -> str | None:
         with contextlib.suppress(OSError):
@@ -116,7 +110,6 @@ def provenance(words: list[str], environment: Mapping[str, str] = os.environ) ->
             return None if done.returncode else done.stdout.strip()
 
     at = script_at(words)
-    before = words[:at]
     commit = dirty = sha256 = None
     if at is not None:
         source = Path(words[at]).resolve()
@@ -129,16 +122,13 @@ def provenance(words: list[str], environment: Mapping[str, str] = os.environ) ->
     cpu = platform.processor()
     with contextlib.suppress(OSError, IndexError):
         cpu = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[0]
-    shown = environment.get("CUDA_VISIBLE_DEVICES")
     gpus = None
-    if shown not in ("", "-1"):
-        query = "nvidia-smi", "--query-gpu=name", "--format=csv,noheader"
-        gpus = (shown and output(*query, f"--id={shown}")) or output(*query)  # a part has no id
+    if environment.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+        gpus = output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     versions = {}
-    for word in before:
+    for word in words[:at]:
         if re.fullmatch(r"python[\d.]*", Path(word).name):
             versions = json.loads(output(word, "-c", VERSIONS) or "{}")
-    sizes = re.findall(r"--(?:nproc[-_]per[-_]node|nnodes)[= ](\S+)", " ".join(before))
     gpu = ", ".join(gpus.splitlines()) if gpus else None
     return {
         "versions": versions,
@@ -146,11 +136,7 @@ def provenance(words: list[str], environment: Mapping[str, str] = os.environ) ->
         "git_dirty": dirty,
         "source_sha256": sha256,
         "hardware": {"cpu": cpu, "cores": os.cpu_count(), "gpu": gpu},
-        "processes": math.prod(map(int, sizes)) if all(map(str.isdigit, sizes)) else None,
     }
-
-
-# --- files and words ------------------------------------------------------------------------------
 
 
 def lock(path: Path) -> TextIO | None:

@@ -18,7 +18,6 @@ from benchmark.compare import ENOUGH, LEVEL, in_words, judge
 from benchmark.data import GAMES, Group, Metric, Scale, group, only
 from benchmark.programs import duration, number, refuse
 
-GOALS = (0.5, 0.9)  # of the normalised scale
 POINTS = 100  # of a learning curve
 WIDTH = 12.9  # inches of a figure
 UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
@@ -50,9 +49,6 @@ def compared(groups: list[Group], metric: str) -> tuple[dict, list[str]]:
             whole[member.algorithm][member.env_id] = member
     env_ids = sorted(set.intersection(*map(set, whole.values())))
     return {name: [own[env_id] for env_id in env_ids] for name, own in whole.items()}, env_ids
-
-
-# --- words and tables -----------------------------------------------------------------------------
 
 
 def ratio(value: float) -> str:
@@ -134,34 +130,11 @@ def across(algorithms: dict, metric: str, scales: dict[str, Scale]) -> str:
     for name, own in algorithms.items():
         scores = normalised(own, metric, scales)
         cells = [name, sum(map(len, scores))]
-        for statistic in (stats.iqm, stats.mean, stats.median, stats.optimality_gap):
+        for statistic in (stats.iqm, stats.mean):
             ends = stats.interval(statistic, scores)
             cells.append(f"{ratio(statistic(*scores))} {between(*ends, ratio)}")
         rows.append(cells)
-    return table("algorithm | runs | IQM | mean | median | optimality gap", rows)
-
-
-def goal_table(groups: Iterable[Group], scales: dict[str, Scale]) -> str:
-    """Steps and time to each goal: of every finished seed, and the median."""
-    rows = []
-    for member, part in product(groups, GOALS):
-        runs = [run for run in member.finished if len(run.returns)]
-        if not runs:
-            continue
-        scale = scales[member.env_id]
-        goal = scale.low + part * (scale.high - scale.low)
-        cells = [member.env_id, member.algorithm, member.budget]
-        cells.append(f"{number(goal)} ({100 * part:.0f} %)")
-        for name, words in (("steps", "{:,.0f}".format), ("seconds", duration)):
-            at = [stats.first_reach(getattr(run, name), run.returns, goal) for run in runs]
-            told = [words(x) if np.isfinite(x) else "never" for x in (np.median(at), *at)]
-            cells += [told[0], "; ".join(told[1:])]
-        rows.append(cells)
-    header = "environment | algorithm | trained for | goal | median steps | each seed "
-    return table(header + "| median time | each seed", rows)
-
-
-# --- the verdict ----------------------------------------------------------------------------------
+    return table("algorithm | runs | IQM | mean", rows)
 
 
 def holm(p: list[float]) -> np.ndarray:
@@ -201,9 +174,6 @@ def verdict(algorithms: dict, env_ids: list[str], metric: str, scales: dict) -> 
     if len(others) > 1:
         lines.append(f"\nEach p is corrected for {len(others)} comparisons (Holm).")
     return lines
-
-
-# --- figures --------------------------------------------------------------------------------------
 
 
 def styles(groups: Iterable[Group]) -> dict[str, dict]:
@@ -313,9 +283,6 @@ def plot_profile(axis, algorithms: dict, metric: str, scales: dict, looks: dict)
     axis.set(xlabel="normalised score τ", ylim=(-0.02, 1.02))
 
 
-# --- files ----------------------------------------------------------------------------------------
-
-
 HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Report</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
@@ -353,8 +320,6 @@ def write_csv(path: Path, rows: list[dict]):
 CURVES = f"""Thick lines are the IQM over finished seeds, as far as all of them got, with a
 pointwise 95 % interval, which is too narrow for fewer than {ENOUGH} seeds. Thin lines are single
 seeds: where fewer than three are finished, and runs that are not."""
-GOAL = f"""This is when the mean of the last {GAMES} training episodes, or of at least 20, first
-reached a goal on the normalised scale, and the time of training until then."""
 PROFILES = "Scores are normalised: 0 and 1 are the ends of the scales. Bands are 95 % intervals."
 COVERED = (f"{100 * p:.0f} % ({seeds} x {envs})" for (seeds, envs), p in stats.COVERAGE.items())
 METHOD = f"""IQM is the interquartile mean: the mean without the lowest and highest quarter of runs,
@@ -432,7 +397,6 @@ def report(
         axis.set(ylabel="fraction of runs above τ")
         save(figure, looks, output, "profiles")
         parts.append(f"![profiles](profiles.png)\n\n{PROFILES}")
-    parts += ["## Steps and time to a score", GOAL, goal_table(groups, ends)]
     cells = [[name, number(end.low), number(end.high), end.source] for name, end in ends.items()]
     parts += ["## Scales", table("environment | 0 | 1 | source", cells)]
     parts += ["## How the numbers are made", METHOD]

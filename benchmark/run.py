@@ -2,8 +2,7 @@
 
 Every job has a folder, runs-dir/<env>/<script>/<variant>-s<seed>:
 
-    job.json         the command and how it ended; "starts" has the source, commit, versions and
-                     hardware of its first start and of each resumption in which they had changed
+    job.json         the command, how it ended, and the provenance of each of its starts
     run/             the script's own run folder
     log.txt          what the script said
     evaluation.json  returns of the final policy
@@ -23,10 +22,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -36,12 +34,8 @@ from benchmark import data, programs
 from benchmark.programs import at_least, executable, lock, refuse, script_at, tail, write_json
 from benchmark.verify import keep
 
-STOPPED = {-15, 128 + 15, -2, 128 + 2, -10, 128 + 10}  # by SIGTERM, SIGINT or SIGUSR1
 PLACES = ("{env_id}", "{seed}", "{run_dir}")  # in the command of a program that is not ours
 OURS = ("--env-id", "--seed", "--run-dir")  # the flags that each job is given
-
-
-# --- one job --------------------------------------------------------------------------------------
 
 
 class Ended(Exception):
@@ -56,7 +50,6 @@ class Work:
     results: Path | None = None
     keep: bool = False  # also keep its policy in results
     tries: int = 1
-    variables: dict[str, str] = field(default_factory=dict)  # of its programs' environment
     process: subprocess.Popen | None = None
     stopped: bool = False  # by SIGTERM
     lock: TextIO | None = None
@@ -77,14 +70,14 @@ class Work:
                 if self.ready(job) or self.stopped:
                     return
                 job |= {"done": False, "reason": ""}
-                self.write(job)
+                write_json(self.folder / "job.json", job)
                 try:
                     self.train(job)
                     self.finish(job)
                     job["done"] = True
                 except (Exception, SystemExit) as error:  # the disk, the command, the run's table
                     job["reason"] = str(error)
-                self.write(job)
+                write_json(self.folder / "job.json", job)
                 if job["done"] or re.match(r"exit code 2\b", job["reason"]):  # wrong arguments
                     return
                 if left and not self.stopped:
@@ -100,9 +93,6 @@ class Work:
         """The content of job.json; of a job that is not done if it can't be read."""
         start = {"done": False, "reason": "", "foreign": False, "starts": []}
         return start | data.read_json(self.folder / "job.json")
-
-    def write(self, job: dict):
-        write_json(self.folder / "job.json", job)
 
     def ready(self, job: dict) -> bool:
         """Whether nothing that is asked for is missing."""
@@ -120,10 +110,8 @@ class Work:
 
     def start(self, words: list[str]):
         """Run a command to its end, and hand SIGTERM on to it."""
-        if self.stopped:
-            raise Ended
         path = self.folder / "log.txt"
-        variables = {"OMP_NUM_THREADS": "1"} | os.environ | self.variables
+        variables = {"OMP_NUM_THREADS": "1"} | os.environ
         with open(path, "a") as log:
             log.write(f"$ {shlex.join(words)}\n")
             log.flush()
@@ -131,13 +119,12 @@ class Work:
                 executable(words), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables,
                 start_new_session=True, pass_fds=[self.lock.fileno()],
             )  # fmt: skip
-            if self.stopped:  # since the question above
+            if self.stopped:
                 self.process.terminate()
             code = self.process.wait()
-        if code in STOPPED or (code and self.stopped):
-            raise Ended
         if code:
-            raise Ended(f"{programs.how_it_ended(code)}: {programs.last_word(path)}")
+            how = f"{programs.how_it_ended(code)}: {programs.last_word(path)}"
+            raise Ended("" if self.stopped else how)
 
     def train(self, job: dict):
         words = shlex.split(job["command"])
@@ -151,13 +138,9 @@ class Work:
         else:
             shutil.rmtree(run, ignore_errors=True)
             (self.folder / "evaluation.json").unlink(missing_ok=True)
-        now = programs.provenance(executable(words), os.environ | self.variables)
         before = job["starts"] if resumed else []
-        same = ("source_sha256", "versions", "hardware")
-        if not before or any(now[name] != before[-1].get(name) for name in same):
-            before = [*before, now]
-        job["starts"] = before
-        self.write(job)
+        job["starts"] = [*before, programs.provenance(executable(words))]
+        write_json(self.folder / "job.json", job)
         self.start(words)
         if data.read_json(run / "run.json").get("status") != "finished":
             raise Ended(f"exit code 0, but {run / 'run.json'} does not say that it is finished")
@@ -172,48 +155,34 @@ class Work:
             words = shlex.split(job["command"])
             flags = ["--evaluate", str(run), "--env-id", job["env_id"]]
             flags += ["--eval-episodes", str(job["eval_episodes"])]
-            before = log.stat().st_size
             self.start(["python", words[script_at(words)], *flags])
-            output = log.read_bytes()[before:].decode(errors="replace")
+            output = log.read_text(errors="replace").rpartition("\n$ ")[2]
             returns = programs.played_returns(output)
             if len(returns) != job["eval_episodes"]:
                 raise Ended(f"{len(returns)} of {job['eval_episodes']} episodes were played")
             write_json(self.folder / "evaluation.json", {"returns": returns})
-        job["policy"] = ""
         if self.results:
             data.commit(run, job, returns, self.results)
-        if self.results and self.keep:
-            job["policy"] = keep(run, data.committed(job, self.results))
+            kept = self.keep and keep(run, data.committed(job, self.results))
+            job["policy"] = kept or ""  # why it is not kept
 
     def checkpoint(self):
         """When Slurm warns of the time limit: stop the script, which saves, and queue the job."""
         from submitit.helpers import DelayedSubmission
 
-        self.process.terminate()
+        self.stop()
         os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
         return DelayedSubmission(Work(self.folder, self.results, self.keep, self.tries))
 
 
-# --- all jobs -------------------------------------------------------------------------------------
-
-
 class Local:
-    """Programs on this machine, `workers` at once, each with one of the GPUs."""
+    """Programs on this machine, `workers` at once."""
 
-    def __init__(self, workers: int, gpus: list[str]):
-        dealt = itertools.cycle(gpus or [""])
-        shares = [next(dealt) for _ in range(workers)]
-        self.mine = threading.local()  # each thread's GPU
-        self.pool = ThreadPoolExecutor(
-            workers, initializer=lambda: setattr(self.mine, "gpu", shares.pop())
-        )
-
-    def work(self, job: Work):
-        job.variables = {"CUDA_VISIBLE_DEVICES": self.mine.gpu} if self.mine.gpu else {}
-        job()
+    def __init__(self, workers: int):
+        self.pool = ThreadPoolExecutor(workers)
 
     def start(self, jobs: list[Work]):
-        self.futures = {job: self.pool.submit(self.work, job) for job in jobs}
+        self.futures = {job: self.pool.submit(job) for job in jobs}
 
     def ended(self, jobs: list[Work]) -> list[Work]:
         time.sleep(0.5)
@@ -261,7 +230,7 @@ class Slurm:
         new = [job for job in jobs if self.ids[job] not in self.queue]
         for job, handle in zip(new, self.executor.submit_array(new) if new else [], strict=True):
             self.ids[job] = handle.job_id
-            job.write(job.read() | {"slurm": handle.job_id})
+            write_json(job.folder / "job.json", job.read() | {"slurm": handle.job_id})
 
     def ended(self, jobs: list[Work]) -> list[Work]:
         self.ask()
@@ -309,19 +278,9 @@ def plan(
             job |= {"done": False, "reason": ""}
         if before | job != before:
             folder.mkdir(parents=True, exist_ok=True)
-            work.write(before | job)
+            write_json(folder / "job.json", before | job)
         jobs.append(work)
     return jobs
-
-
-def gpus_here() -> list[str]:
-    """The GPUs this process may use, as CUDA_VISIBLE_DEVICES names them; empty if not known."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-            visible = ",".join(subprocess.check_output(query, text=True).split())
-    return [gpu.strip() for gpu in (visible or "").split(",") if gpu.strip()]
 
 
 def say(line: str):
@@ -361,17 +320,15 @@ def run(
 
     Args:
         env_ids: environments to train on
-        command: the program, e.g. "python ppo.py --total-timesteps 100000"; --env-id, --seed and
-            --run-dir are added. For a program with other flags write {env_id}, {seed} and {run_dir}
-            into the command; benchmark/data.py says what it must leave
+        command: the program, e.g. "python ppo.py --total-timesteps 100000"; it is given --env-id,
+            --seed and --run-dir, or these in the place of {env_id}, {seed} and {run_dir} in it
         num_seeds: number of seeds for each environment
         start_seed: the first seed
         workers: number of jobs at once
         runs_dir: folder with the jobs' folders
         variant: name of this setting of the script
         results: folder for the compressed table of each finished run, to commit
-        keep_policies: also keep each run's policy there, if it has at most 1 MB; `verify` plays it
-            again
+        keep_policies: also keep each run's policy of at most 1 MB there; `verify` plays it again
         eval_episodes: episodes that the final policy plays after training; 0: none
         retries: further tries of a job that fails
         cluster: where jobs run: as processes on this machine, or in a Slurm array
@@ -393,7 +350,7 @@ def run(
     more = {"results": results, "keep": keep_policies, "tries": 1 + retries}
     jobs = plan(*asked, runs_dir, variant, eval_episodes, **more)
     if cluster == "local":
-        place = Local(workers, gpus_here())
+        place = Local(workers)
     else:
         place = Slurm(runs_dir, workers, slurm_minutes, sbatch)
     left = [job for job in jobs if not job.ready(job.read())]

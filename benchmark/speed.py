@@ -1,12 +1,10 @@
 """Steps per second of training programs, side by side: `python -m benchmark speed`.
 
 A program is measured from outside, so any that takes --total-timesteps will do. In each round every
-program runs twice, for few steps and for more. The difference is the steady state, free of imports,
-compilation and the first iterations. The start is what the shorter run took beyond its steps at
-that pace. A program's very first run, with an empty torch compile cache, gives its cold start.
-
-With --whole each program runs from its start to its end instead: in each round with an empty
-compile cache (cold), and once more with the cache that this has filled (warm).
+program runs twice, for few steps and for more. The difference is the steady state; the start is
+what the shorter run took beyond its steps at that pace. A program's very first run, with an empty
+torch compile cache, gives its cold start. With --whole each program runs from its start to its end:
+in each round with an empty compile cache (cold), and again with the cache that this filled (warm).
 
 CPU time is that of all processes of a program. Steps are those asked for or, if a program leaves a
 run.json, its `global_step`: our scripts round down to whole iterations.
@@ -21,7 +19,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -61,37 +58,27 @@ class Program:
     command: str  # as given
     words: list[str]  # as run, from any folder
     variables: dict[str, str] = field(default_factory=dict)  # of its environment
-    limit: float = 3600.0  # seconds that a run may take
 
     def run(self, steps: int) -> np.ndarray:
         """Run to the end in an empty folder; returns steps, CPU-seconds, seconds and MB. If the
-        program fails or takes longer than its limit, this exits with the end of its log."""
+        program fails, this exits with the end of its log."""
         with TemporaryDirectory() as folder, open(f"{folder}/log.txt", "w") as log:
             start = time.perf_counter()
             process = subprocess.Popen(
                 [*self.words, "--total-timesteps", str(steps)], cwd=folder, stdout=log, stderr=log,
                 env=os.environ | self.variables, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
-            clock = threading.Timer(self.limit, os.killpg, [process.pid, signal.SIGKILL])
-            clock.start()
             try:
                 _, status, usage = os.wait4(process.pid, 0)
             except BaseException:  # Ctrl-C or SIGTERM
                 os.killpg(process.pid, signal.SIGKILL)
                 raise
-            finally:
-                clock.cancel()
             wall = time.perf_counter() - start
             process.returncode = os.waitstatus_to_exitcode(status)
             path = Path(folder, "log.txt")
-            how = ""
-            if wall > self.limit:
-                how = f"still at it after {self.limit:,.0f} s, see --time-limit"
-            elif "going on eagerly" in path.read_text(errors="replace"):
-                how = "does not compile"
-            elif process.returncode:
-                how = programs.how_it_ended(process.returncode)
-            if how:
+            eagerly = "going on eagerly" in path.read_text(errors="replace")
+            if process.returncode or eagerly:
+                how = "does not compile" if eagerly else programs.how_it_ended(process.returncode)
                 raise SystemExit("\n".join([f"{self.name}: {how}:", *programs.tail(path, 15)]))
             infos = map(data.read_json, Path(folder).rglob("run.json"))
             done = max((info.get("global_step", 0) for info in infos), default=steps)
@@ -169,9 +156,6 @@ def measure_whole(entries: list[Program], rounds: int, steps: int) -> Iterator[R
                     yield entry.row(k, kind, entry.run(steps))
 
 
-# --- what it says ---------------------------------------------------------------------------------
-
-
 @dataclass
 class Summary:
     """What one program took, mostly with a value per round."""
@@ -229,9 +213,7 @@ def report(summaries: dict[str, Summary], ours: list[str]):
 
 def report_whole(rows: list[Row], ours: list[str]):
     """Print tables of whole runs, and of the rest's seconds over those of our programs."""
-    table = [
-        ["median (range) of whole runs", "cache", "seconds", "CPU-seconds", "steps per second"]
-    ]
+    table = [["whole runs, median (range)", "cache", "seconds", "CPU-seconds", "steps per second"]]
     rest = [name for name in dict.fromkeys(row.program for row in rows) if name not in ours]
     for name, run in itertools.product([*ours, *rest], ("warm", "cold")):
         steps, cpu, wall, _ = numbers(rows, name, run)
@@ -245,20 +227,15 @@ def report_whole(rows: list[Row], ours: list[str]):
 
 def facts(entries: list[Program]) -> dict[str, object]:
     """The machine, the versions, the commands, the commits of their scripts."""
-    found = programs.provenance([sys.executable])
-    told = found["hardware"] | found["versions"]
+    told = {"load average before": round(os.getloadavg()[0], 2)}
     with contextlib.suppress(metadata.PackageNotFoundError):
         told["stable_baselines3"] = metadata.version("stable_baselines3")
-    told["load average before"] = round(os.getloadavg()[0], 2)
     for entry in entries:
-        told[f"command of {entry.name}"] = entry.command
         found = programs.provenance(entry.words)
-        if found["source_sha256"]:
-            commit = found["git_commit"] or f"none, sha256 of the source {found['source_sha256']}"
-            told[f"commit of {entry.name}"] = commit + (
-                " and changes" if found["git_dirty"] else ""
-            )
-    return {name: value for name, value in told.items() if value is not None}
+        commit = found["git_commit"] or f"none, sha256 of the source {found['source_sha256']}"
+        told[f"command of {entry.name}"] = entry.command
+        told[f"commit of {entry.name}"] = commit + (" and changes" if found["git_dirty"] else "")
+    return found["hardware"] | found["versions"] | told
 
 
 def speed(
@@ -273,7 +250,6 @@ def speed(
     threads: int = 1,
     vary: str = "",
     output: Path = Path("runs/speed"),
-    time_limit: float = 3600.0,
     whole: bool = False,
 ):
     """Measure how fast programs train, side by side with peers and the environment alone. The exit
@@ -283,8 +259,7 @@ def speed(
         command: our program, e.g. "python ppo.py --env-id CartPole-v1 --compile"; --total-timesteps
             is added. Give it again for another variant; "NAME=COMMAND" names it
         peer: another program that takes --total-timesteps, as "NAME=COMMAND"
-        sb3: also measure Stable-Baselines3's PPO with the first command's flags, if that script
-            has make_env
+        sb3: also measure Stable-Baselines3's PPO with the first command's flags (see peers.py)
         bare: also measure the environments of the first command alone, with random actions
         rounds: measurements of each program
         seconds: CPU time to measure; the number of steps follows from it
@@ -293,12 +268,11 @@ def speed(
         threads: threads of OpenMP, OpenBLAS and MKL; our scripts have flags of their own
         vary: a flag and its values, e.g. "num-envs 1 2 4", to measure with each, peers too
         output: the table, or a folder for <script>-<environment>.csv; .part.csv until the end
-        time_limit: seconds that a run may take
         whole: measure whole runs of --steps, start included, with a cold and a warm compile cache
     """
     at_least(1, rounds=rounds, warmup_steps=warmup_steps, threads=threads)
     at_least(0, steps=steps)
-    at_least(0.1, seconds=seconds, time_limit=time_limit)
+    at_least(0.1, seconds=seconds)
     if not command:
         refuse("--command is missing")
     if whole and not steps:
@@ -339,7 +313,7 @@ def speed(
             for entry in entries:
                 own = variables | {"TORCHINDUCTOR_CACHE_DIR": f"{caches}/{entry.name}{value}"}
                 words = entry.words + more
-                now.append(Program(entry.name, "", words, own, time_limit))
+                now.append(Program(entry.name, "", words, own))
             how = (warmup_steps, seconds, steps)
             measured = measure_whole(now, rounds, steps) if whole else measure(now, rounds, *how)
             for row in measured:

@@ -20,8 +20,6 @@ Scores = Sequence[np.ndarray]
 # Measured coverage of the 95 % interval of the IQM by (seeds, environments), of normal scores;
 # tests/benchmark/test_report.py measures it again.
 COVERAGE = {(3, 1): 0.76, (5, 1): 0.91, (10, 1): 0.94, (10, 8): 0.94}
-
-
 FACTORIALS = np.array([math.factorial(n) for n in range(11)], float)
 
 
@@ -52,21 +50,9 @@ def mean(*scores: np.ndarray, axis: int = -1):
     return np.mean([x.mean(axis=axis) for x in scores], axis=0)
 
 
-def median(*scores: np.ndarray, axis: int = -1):
-    """Median over environments of the means over seeds."""
-    return np.median([x.mean(axis=axis) for x in scores], axis=0)
-
-
-def optimality_gap(*scores: np.ndarray, axis: int = -1, gamma: float = 1.0):
-    """By how much scores fall short of gamma on average; higher ones count as gamma."""
-    return mean(*(np.maximum(gamma - x, 0.0) for x in scores), axis=axis)
-
-
 def improvement(*scores: np.ndarray, axis: int = -1):
-    """P(X > Y) of one run each, mean over environments; ties count half.
-
-    The first half of the arguments is X by environment, the second half Y.
-    """
+    """P(X > Y) of one run each, mean over environments; ties count half. The first half of the
+    arguments is X by environment, the second half Y."""
     half = len(scores) // 2
     wins = [
         np.sign(x[..., :, None] - y[..., None, :]).mean(axis=(-2, -1))
@@ -131,11 +117,9 @@ def exact_interval(statistic: Callable, scores: np.ndarray, level: float) -> tup
 
 
 def permutation_test(x: Scores, y: Scores, resamples: int = 10_000, seed: int = 0) -> float:
-    """Two-sided p-value of P(X > Y) = 1/2, labels permuted within environments.
-
-    It takes all labellings if there are at most `resamples`, or else a random sample of them. P is
-    linear in the sum of the ranks of X (Mann-Whitney), so only ranks are permuted.
-    """
+    """Two-sided p-value of P(X > Y) = 1/2, labels permuted within environments: all labellings if
+    there are at most `resamples`, or else a random sample of them. P is linear in the sum of the
+    ranks of X (Mann-Whitney), so only ranks are permuted."""
     from scipy.stats import rankdata
 
     observed = abs(improvement(*x, *y) - 0.5)
@@ -162,19 +146,13 @@ def labellings(x: Scores, y: Scores) -> int:
 
 
 def least_p(x: Scores, y: Scores) -> float:
-    """The smallest p-value that `permutation_test` can give with so many seeds.
-
-    It belongs to the two labellings where all of X are above all of Y, or all below. With three
-    seeds against three these are 2 of 20.
-    """
+    """The smallest p-value that `permutation_test` can give: all of X above all of Y, or below."""
     return 2 / labellings(x, y)
 
 
 def seeds_needed(probability: float, environments: int) -> float:
-    """Seeds per environment and side for a power of 80 % at a level of 5 %, if P(X > Y) is known.
-
-    Noether, Sample size determination for some common nonparametric tests, JASA 1987.
-    """
+    """Seeds per environment and side for a power of 80 % at a level of 5 %, if P(X > Y) is known
+    (Noether, Sample size determination for some common nonparametric tests, JASA 1987)."""
     effect = environments * (probability - 0.5) ** 2
     return math.ceil((1.960 + 0.842) ** 2 / (6 * effect)) if effect else math.inf
 

@@ -2,13 +2,11 @@
 
     STUDY/journal.log                         optuna's storage; processes and nodes may share it
     STUDY/<env>/<script>/trial-0007-s<seed>/  a run of a trial, a job as `run` has it
-    STUDY/lock                                held by the processes that work on the study
     STUDY/trials.csv                          all trials and their commits, written at the end
 
-A trial that was stopped or killed is queued again, with its flags. It repeats no finished run, and
-goes on with the others. A run's score is the mean return of its last 100 training episodes, of
-several environments scaled to 0 ... 1 by --scales. A trial's score is the mean over seeds, then
-over environments.
+A trial that was stopped or killed is queued again: it repeats no finished run, and goes on with the
+others. A run's score is the mean return of its last 100 training episodes, of several environments
+scaled to 0 ... 1 by --scales. A trial's score is the mean over seeds, then over environments.
 """
 
 import contextlib
@@ -103,7 +101,8 @@ class Search:
         score = data.read(work.folder).score("training") if job["done"] else math.nan
         if not math.isfinite(score):
             reason = job["reason"] or f"its score is {score}"
-            raise ValueError(f"{env_id}, seed {seed}: {reason}; {work.folder / 'log.txt'}")
+            trial.set_user_attr("reason", f"{reason}; {work.folder / 'log.txt'}")
+            raise ValueError(reason)
         print(f"  {work}: return {number(score)}", flush=True)
         low, high = self.scales[env_id]
         return (score - low) / (high - low)
@@ -117,11 +116,7 @@ class Search:
         scores = {env_id: [] for env_id in self.scales}
         for k, seed in enumerate(self.seeds):
             for env_id, own in scores.items():
-                try:
-                    own.append(self.train(trial, env_id, seed))
-                except (OSError, ValueError) as error:
-                    trial.set_user_attr("reason", str(error))
-                    raise
+                own.append(self.train(trial, env_id, seed))
             score = mean(map(mean, scores.values()))
             trial.report(score, k)
             trial.set_user_attr("scores", scores)
@@ -160,20 +155,6 @@ def write(search: Search, trials: list):
         csv.writer(file, lineterminator="\n").writerows(rows)
 
 
-def report(search: Search, study, trials: list):
-    """Print what mattered and the best command."""
-    import optuna
-
-    values = {trial.value for trial in trials if trial.state.name == "COMPLETE"}
-    if len(values) > 1:
-        importances = optuna.importance.get_param_importances(study)
-        parts = (f"{name} {share:.2f}" for name, share in importances.items())
-        print(f"\nimportance: {', '.join(parts)}")
-    if values:
-        score = f"score {study.best_value:.4g}"
-        print(f"\nbest, {score}: {search.command} {search.flags(study.best_params)}")
-
-
 def tune(
     command: str,
     search: list[str],
@@ -192,8 +173,7 @@ def tune(
     is 1 if fewer than --trials succeeded; the same command then replaces those that failed.
 
     Args:
-        command: the program, e.g. "python ppo.py --total-timesteps 50000"; the searched flags,
-            --env-id, --seed and --run-dir are added
+        command: the program, e.g. "python ppo.py --total-timesteps 50000"; the rest is added
         search: flags and their values: "learning-rate log 1e-5 1e-2", "ent-coef float 0 0.02",
             "update-epochs int 2 10", "num-steps choice 64 128 256", "anneal-lr flag"
         env_ids: environments to train on
@@ -217,41 +197,39 @@ def tune(
         refuse("--search: give each flag once, and one at least")
     if given := programs.given_twice(split(command), [*OURS, *(f"--{name}" for name in space)]):
         refuse(f"--command {command!r}: {given} is given to each run by this program")
-    ends = {name: [scale.low, scale.high] for name, scale in data.read_scales(scales).items()}
-    if len(env_ids) == 1:
-        ends = {env_ids[0]: [0.0, 1.0]}
-    if unknown := set(env_ids) - set(ends):
+    known = {env_ids[0]: (0.0, 1.0)} if len(env_ids) == 1 else data.read_scales(scales)
+    if unknown := set(env_ids) - set(known):
         refuse(f"--env-ids: no scale in {scales} to weigh {', '.join(unknown)} by; tune it alone")
     seeds = list(range(start_seed, start_seed + num_seeds))
-    own_ends = {name: ends[name] for name in env_ids}
-    asked = Search(command, space, own_ends, seeds, trials, study)
+    ends = {name: list(known[name][:2]) for name in env_ids}
+    asked = Search(command, space, ends, seeds, trials, study)
     study.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.CRITICAL)
-    known = optuna.create_study(
+    found = optuna.create_study(
         storage=optuna.storages.JournalStorage(JournalFileBackend(str(study / "journal.log"))),
         pruner=optuna.pruners.MedianPruner() if prune else optuna.pruners.NopPruner(),
         study_name="tune",
         direction="maximize",
         load_if_exists=True,
     )
-    common = {"command": command, "search": search, "scales": own_ends, "seeds": seeds}
+    common = {"command": command, "search": search, "scales": ends, "seeds": seeds}
     for name, value in common.items():
-        before = known.user_attrs.get("settings", common)[name]
+        before = found.user_attrs.get("settings", common)[name]
         if before != value:
             refuse(f"--study {study}: {name} was {before}; give another folder")
-    known.set_user_attr("settings", common)
-    commands = known.user_attrs.get("commands", 0)
-    known.set_user_attr("commands", commands + 1)
-    known.sampler = optuna.samplers.TPESampler(seed=seed + commands)  # each tries other flags
+    found.set_user_attr("settings", common)
+    commands = found.user_attrs.get("commands", 0)
+    found.set_user_attr("commands", commands + 1)
+    found.sampler = optuna.samplers.TPESampler(seed=seed + commands)  # each tries other flags
     guard = programs.lock(study / "lock")
     if guard:  # nobody else works on the study: trials that run were killed
-        for trial in known.trials:
+        for trial in found.trials:
             if trial.state.name == "RUNNING":
-                known.tell(trial.number, state=TrialState.FAIL)
-                known.enqueue_trial(trial.params, user_attrs={"runs": place(trial)})
+                found.tell(trial.number, state=TrialState.FAIL)
+                found.enqueue_trial(trial.params, user_attrs={"runs": place(trial)})
     with guard or open(study / "lock") as working:
         fcntl.flock(working, fcntl.LOCK_SH)
-        missing = trials - done(known)
+        missing = trials - done(found)
         unit = "the mean return of a run's last 100 training episodes"
         if len(env_ids) > 1:
             unit += f", where 0 and 1 are the ends in {scales}"
@@ -261,19 +239,21 @@ def tune(
         if missing > 0:
             states = TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING
             callbacks = [asked.ended, MaxTrialsCallback(trials, states)]
-            catch = OSError, ValueError, Stopped
-            known.optimize(asked.objective, missing, None, workers, catch, callbacks)
+            catch = ValueError, Stopped
+            found.optimize(asked.objective, missing, None, workers, catch, callbacks)
     # of a trial that was queued again the last try counts
-    tried = list({place(trial): trial for trial in known.trials}.values())
+    tried = list({place(trial): trial for trial in found.trials}.values())
     write(asked, tried)
-    report(asked, known, tried)
-    ends = [trial.state.name for trial in tried]
-    elsewhere = ends.count("RUNNING")  # by other processes
-    told = f"{done(known)} of {trials} trials done, {ends.count('FAIL')} failed"
+    states = [trial.state.name for trial in tried]
+    elsewhere = states.count("RUNNING")  # by other processes
+    told = f"{done(found)} of {trials} trials done, {states.count('FAIL')} failed"
     told += f", {elsewhere} run in another process" if elsewhere else ""
     print(f"{told}; table: {study / 'trials.csv'}")
+    if "COMPLETE" in states:
+        best = f"{command} {asked.flags(found.best_params)}"
+        print(f"best score: {found.best_value:.4g}, by {best}")
     if asked.stopped_by:
         print("stopped; the same command goes on")
         raise SystemExit(128 + asked.stopped_by)
-    if done(known) + elsewhere < trials:
+    if done(found) + elsewhere < trials:
         raise SystemExit(1)

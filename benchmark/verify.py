@@ -1,22 +1,18 @@
 """Play published policies again and compare: `python -m benchmark verify`.
 
-`run --keep-policies` leaves a run's policy beside its table, <variant>-s<seed>.json and .csv.gz:
-
-    <variant>-s<seed>.pt   the run's policy.pt if it left one, or else the "agent" and the "args" of
-                           its checkpoint.pt: tensors and settings, no optimiser
-
-The .json has the digests of policy, table and evaluation, under "policy". A program takes part if
-`--evaluate FOLDER --eval-episodes N` plays a policy that lies there under the same name, and prints
-"eval_episode=0, episodic_return=1.0" for each episode. Our scripts do.
+`run --keep-policies` leaves a run's policy beside its table, as <variant>-s<seed>.pt: the run's
+policy.pt if it left one, or else the tensors and settings of its checkpoint.pt. The table's .json
+has the digests of policy, table and evaluation. A program takes part if `--evaluate FOLDER
+--eval-episodes N` plays a policy that lies there under its old name, and prints "eval_episode=0,
+episodic_return=1.0" for each episode.
 
 The returns are compared with the recorded ones by the first of these rules that holds. On the
 processor and with the versions that the run names, only the first rule counts:
 
     equal   each return is equal, to the last digit that is told
     close   each return is within 0.01 % or, if that is more, 0.01
-    mean    the mean is within the 99.9 % prediction interval that the recorded episodes give for
-            it: tasks with contacts are chaotic, so another processor's rounding gives other
-            episodes
+    mean    the mean is within the 99.9 % prediction interval of the recorded episodes: tasks with
+            contacts are chaotic, so another processor's rounding gives other episodes
 """
 
 import hashlib
@@ -60,9 +56,6 @@ def digests(table: Path, policy: bytes, evaluation: list) -> dict[str, str]:
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
-# --- keep -----------------------------------------------------------------------------------------
-
-
 def keep(run: Path, table: Path) -> str:
     """Write a run's policy beside its committed table, whose .json is `table`, and note the digests
     there. Returns why not, if it is too large."""
@@ -89,9 +82,6 @@ def keep(run: Path, table: Path) -> str:
     programs.write_bytes(table.with_suffix(".pt"), content)
     programs.write_json(table, info)
     return ""
-
-
-# --- play again -----------------------------------------------------------------------------------
 
 
 def stack(info: dict) -> dict:
@@ -122,7 +112,7 @@ class Replay:
     rule: str = ""  # the first one that held; empty if none did
     faults: list[str] = field(default_factory=list)
 
-    def play(self, folders: tuple[Path, ...], modules: tuple[str, ...], limit: float):
+    def play(self, folders: tuple[Path, ...], modules: tuple[str, ...]):
         """Play the policy as often as its table says, and compare. The script must lie in the
         working folder, and in no folder that is verified, which may come from elsewhere."""
         info = self.run.info
@@ -146,20 +136,12 @@ class Replay:
             command += ["--eval-episodes", str(len(self.run.evaluation))]
             variables = {"OMP_NUM_THREADS": "1"} | os.environ
             with open(f"{folder}/log.txt", "w+") as log:
-                how = {"stdout": log, "stderr": log, "env": variables, "timeout": limit}
+                how = {"stdout": log, "stderr": log, "env": variables}
                 code = subprocess.run(command, stdin=subprocess.DEVNULL, **how).returncode
             log = Path(folder, "log.txt")
             if code:
                 raise ValueError(f"{programs.how_it_ended(code)}: {programs.last_word(log)}")
             self.judge(np.array(programs.played_returns(log.read_text(errors="replace"))))
-
-    def play_or_say(self, *how):
-        try:
-            self.play(*how)
-        except subprocess.TimeoutExpired:
-            self.faults.append("it takes longer than --time-limit")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            self.faults.append(f"can't be played: {error}")
 
     def judge(self, returns: np.ndarray):
         """Note the rule by which these returns equal the recorded ones, or the first difference."""
@@ -201,7 +183,6 @@ def verify(
     env_ids: tuple[str, ...] = (),
     modules: tuple[str, ...] = (),
     workers: int = 0,
-    time_limit: float = 600.0,
 ):
     """Play the policies kept beside committed tables again, and compare the returns with the
     tables. A line for each environment says by which rule they agree, and one more names each
@@ -212,10 +193,8 @@ def verify(
         env_ids: environments to verify (default: all).
         modules: modules of ids like package.module:Env-v0; only the code of these may run.
         workers: number of policies at once (default: as many as there are cores).
-        time_limit: seconds that a policy may play.
     """
     at_least(0, workers=workers)
-    at_least(0.1, time_limit=time_limit)
     workers = workers or len(os.sched_getaffinity(0))
     runs = data.only(data.find(folders), "env_id", env_ids)
     unreadable = [run for run in runs if run.status == "unreadable"]
@@ -237,11 +216,12 @@ def verify(
     print(f"{len(replays)} policies play {episodes:,} episodes, {workers} at once", flush=True)
     left = Counter(replay.run.env_id for replay in replays)
     pool = ThreadPoolExecutor(workers)
-    how = (folders, modules, time_limit)
-    jobs = {pool.submit(replay.play_or_say, *how): replay.run.env_id for replay in replays}
+    jobs = {pool.submit(own.play, folders, modules): own for own in replays}
     with tqdm(total=len(replays), unit=" policies", leave=False, disable=None) as bar, pool:
         for job in as_completed(jobs):
-            env_id = jobs[job]
+            if error := job.exception():
+                jobs[job].faults.append(f"can't be played: {error}")
+            env_id = jobs[job].run.env_id
             left[env_id] -= 1
             bar.update()
             if not left[env_id]:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 from pathlib import Path
 
-import optuna
 import pytest
 from harness import background, ended, lines, refused, table, told, wait_for
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
@@ -18,11 +17,7 @@ RUNS = Path("study/Toy-v0/toy")
 FLAGS = {"search": ["x float -1 1"], "env_ids": ["Toy-v0"], "study": Path("study"), "num_seeds": 2}
 
 
-@pytest.fixture(autouse=True)
-def here(toy, monkeypatch, request):
-    if "finds_the_best" not in request.node.name:  # grows forests
-        plain = "get_param_importances"
-        monkeypatch.setattr(optuna.importance, plain, lambda study: dict.fromkeys(["x"], 1.0))
+pytestmark = pytest.mark.usefixtures("toy")
 
 
 def tuned(command: str = "python toy.py", **flags) -> subprocess.CompletedProcess:
@@ -68,10 +63,9 @@ def test_finds_the_best():
     best = max(complete, key=lambda row: float(row["score"]))
     assert abs(float(best["x"]) - 0.3) < 0.12
     assert best["kind"] == "a"
-    assert f": python toy.py --x={best['x']} --kind=a\n" in output
+    assert f"by python toy.py --x={best['x']} --kind=a\n" in output
     assert "a score is the mean return of a run's last 100 training episodes\n" in output
     assert "(24 of 24 done)" in output
-    assert "importance: x " in output
     pruned = [int(row["trial"]) for row in rows if row["state"] == "pruned"]
     assert pruned
     assert len(pruned) + len(complete) == 24
