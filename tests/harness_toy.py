@@ -22,8 +22,6 @@ parser.add_argument("--fail-above", type=float, default=math.inf)
 parser.add_argument("--tick", type=float, default=0.0)
 args, _ = parser.parse_known_args()
 if args.evaluate:
-    while args.env_id == "Endless-v0":
-        pass
     weight = float(Path(args.evaluate, "policy.pt").read_text())
     noise = float(os.environ.get("NOISE", 0)) * weight
     for k in range(args.eval_episodes):
@@ -32,12 +30,12 @@ if args.evaluate:
     sys.exit()
 folder = Path(args.resume or args.run_dir)
 how = "resumed" if args.resume else "new"
+step = 0
 if args.resume:  # ours want the id again for one that names a module
     own, step = json.loads((folder / "checkpoint.pt").read_text())
     assert own["env_id"] == args.env_id
     args = argparse.Namespace(**own | {"tick": 0.0})
 else:
-    step = 0
     folder.mkdir(parents=True)  # fails if it is there
 
 
@@ -62,8 +60,8 @@ def returns() -> list[float]:
 
 
 with open("starts.txt", "a") as file:
-    told = [args.env_id, args.seed, step, os.getpid(), how, folder.parent.name, os.getppid()]
-    file.write(f"{' '.join(map(str, told))} {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
+    words = [args.env_id, args.seed, step, os.getpid(), how, folder.parent.name, os.getppid()]
+    print(*words, file=file)
 if args.x is not None and args.x > args.fail_above:
     sys.exit(f"{args.x} is too much")
 stop = []
@@ -82,4 +80,4 @@ while step < args.total_timesteps:
 write("policy.pt", f"{args.seed}.123".ljust(args.size))
 save("finished")
 with open("ends.txt", "a") as file:
-    file.write(f"{args.env_id} {args.seed}\n")
+    print(args.env_id, args.seed, file=file)

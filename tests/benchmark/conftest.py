@@ -11,24 +11,17 @@ from harness import TOY
 import benchmark.run  # noqa: F401
 from benchmark import programs
 
-
-@functools.cache
-def versions(command: tuple) -> subprocess.CompletedProcess:
-    """What a Python says of its packages: asked once, not before every job."""
-    return subprocess.run(command, capture_output=True, text=True)
+plain = functools.cache(lambda words: subprocess.run(words, capture_output=True, text=True))
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """The harness looks ten times as often whether a job has ended."""
+    """The harness looks ten times as often whether a job has ended, and asks for versions once."""
 
-    def run(command, **more):
-        if programs.VERSIONS in command:
-            return versions(command)
-        return subprocess.run(command, **more)
+    def run(words, **more):
+        return plain(words) if programs.VERSIONS in words else subprocess.run(words, **more)
 
-    clock = SimpleNamespace(**vars(time))
-    clock.sleep = lambda seconds: time.sleep(seconds / 10)
+    clock = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: time.sleep(seconds / 10)})
     monkeypatch.setattr(programs, "subprocess", SimpleNamespace(run=run))
     monkeypatch.setattr(sys.modules["benchmark.run"], "time", clock)
 

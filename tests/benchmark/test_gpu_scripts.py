@@ -2,25 +2,10 @@
 
 import os
 import subprocess
-import sys
 
-from harness import ROOT, write_run
+from harness import ROOT
 
 PUBLISHED = ROOT / "benchmark/published"
-
-
-def test_when_a_training_reached_a_return(tmp_path):
-    info = {"global_step": 2500, "wall_seconds": 26.0, "status": "running"}
-    returns = [-21] * 100 + [19] * 150
-    write_run(tmp_path / "run", 3, returns, 10, args={"env_id": "Pong-v5"}, **info)
-    module = "benchmark.published.studies.gpu_seconds"
-    command = [sys.executable, "-m", module, str(tmp_path / "run")]
-    output = subprocess.check_output(command, text=True, cwd=ROOT)
-    assert "seed 3: 2500 steps in 26.0 s, running" in output
-    assert "10 steps/s in the second half" in output
-    assert "19.00, mean of the last 100" in output
-    assert "Pong-v5: 0 after 153 s" in output  # 53 of the last 100 games are won
-    assert "Pong-v5: 20 after inf s" in output
 
 
 def test_two_jobs_of_slurm_do_not_meet(tmp_path):

@@ -14,9 +14,9 @@ import harness
 import pytest
 from harness import HEAD, ROOT, TOY, digest, ended, lines, refused, told, wait_for
 
-from benchmark import data, programs
-from benchmark.programs import provenance, write_json
-from benchmark.run import Slurm, Work, plan, run
+from benchmark import data
+from benchmark.programs import provenance
+from benchmark.run import Work, plan, run
 
 FIVE = "python toy.py --total-timesteps 5"
 
@@ -184,11 +184,6 @@ def test_wrong_input_is_one_line(toy, wrong):
     assert not Path("runs").exists()
 
 
-def test_another_command_is_not_mixed_with_what_is_there(toy):
-    bench(num_seeds=1)
-    refused(f"was made by '{FIVE}' for A-v0", run, **asked({"command": f"{FIVE} --x 1"}))
-
-
 # --- programs that are not ours -------------------------------------------------------------------
 
 
@@ -273,33 +268,6 @@ def test_a_resumed_run_says_if_it_went_on_with_another_source(toy):
     assert kept.info["resumed_with"] == starts[1:]
 
 
-def test_versions_of_a_command(toy):
-    assert provenance(programs.executable(["torchrun", "toy.py"]))["versions"]["numpy"]
-    found = provenance(["uv", "run", "toy.py"])  # uv's Python may have others
-    assert found["versions"] == {}
-    assert found["git_commit"] is found["git_dirty"] is None
-
-
-def test_gpus_that_a_run_was_shown(toy, monkeypatch):
-    Path("nvidia-smi").write_text("#!/bin/sh\necho Z\necho Y\n")
-    Path("nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{toy}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert provenance(["toy.py"])["hardware"]["gpu"] == "Z, Y"
-    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "-1"}
-    assert provenance(["toy.py"], hidden)["hardware"]["gpu"] is None
-
-
-def test_a_queue_that_cant_be_read_gets_no_second_array(toy, monkeypatch):
-    Path("bin").mkdir()
-    for name in ("squeue", "sbatch", "srun", "scontrol"):
-        Path("bin", name).write_text("#!/bin/sh\necho 'Unable to contact controller' >&2; exit 1\n")
-        Path("bin", name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{Path('bin').absolute()}:{os.environ['PATH']}")
-    place = Slurm(Path("runs"), 1, 60, ())
-    refused("squeue: Unable to contact controller", place.start, jobs_of(2))
-
-
 def test_many_commands_at_once_share_the_work_in_a_new_folder(toy):
     """All make the same folders and write the same files at the same moment."""
     flags = {"command": f"{FIVE} --tick 0.1", "num_seeds": 3, "workers": 2, "eval_episodes": 0}
@@ -316,41 +284,6 @@ REAL = {
     "command": "python ppo.py --total-timesteps 12000 --num-envs 4 --num-steps 64",
     "env_ids": ["CartPole-v1"], "workers": 2, "eval_episodes": 3,
 }  # fmt: skip
-
-
-def check_same(one: Path, other: Path):
-    """Two folders of runs, equal to the last digit."""
-    pairs = list(zip(data.find([one]), data.find([other]), strict=True))
-    assert [run.seed for run, _ in pairs] == [1, 2]
-    for a, b in pairs:
-        assert a.status == b.status == "finished"
-        assert a.returns.tolist() == b.returns.tolist()
-        assert a.evaluation.tolist() == b.evaluation.tolist()
-
-
-@pytest.mark.slow
-def test_an_id_that_names_a_module_is_resumed_and_played(tmp_path, monkeypatch):
-    """Ours run a module's code again only if they are told its id again."""
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(
-        "import gymnasium as gym\n"
-        "from gymnasium.envs.classic_control import PendulumEnv as env\n"
-        "gym.register('Mine-v0', env, max_episode_steps=50)\n"
-    )
-    command = f"python {ROOT / 'ppo_continuous_action.py'} --total-timesteps 1200 --num-steps 200 "
-    command += "--num-minibatches 4 --no-compile"
-    flags = {"env_ids": ["mine:Mine-v0"], "num_seeds": 1, "eval_episodes": 2, "command": command}
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
-    bench(**flags, results=Path("kept"))
-    folder = Path("runs/Mine-v0/ppo_continuous_action/default-s1")
-    write_json(folder / "run/run.json", told(folder / "run/run.json") | {"status": "running"})
-    write_json(folder / "job.json", told(folder / "job.json") | {"done": False})
-    bench(**flags)
-    assert "--resume" in (folder / "log.txt").read_text()
-    (found,), (kept,) = (data.find([Path(name)]) for name in ("runs", "kept"))
-    assert found.status == "finished"
-    assert found.evaluation.tolist() == kept.evaluation.tolist()
-    assert kept.info["final_return"] == pytest.approx(kept.score("training"), abs=0.01)
 
 
 CLUSTER = ROOT.parent / "shared" / "slurm" / "cluster"
@@ -373,15 +306,6 @@ def cluster():
 def squeue() -> list[str]:
     command = ["squeue", "--me", "--noheader", "--array"]
     return subprocess.check_output(command, text=True).splitlines()
-
-
-@pytest.mark.slow
-def test_slurm_gives_the_same_table(cluster, tmp_path, monkeypatch):
-    """On two nodes, as a script cut off with its harness does."""
-    monkeypatch.chdir(ROOT)
-    for place in ("local", "slurm"):
-        bench(runs_dir=tmp_path / place, cluster=place, **REAL)
-    check_same(tmp_path / "local", tmp_path / "slurm")
 
 
 @pytest.mark.slow

@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, TOY, digest, ended, refused, told
+from harness import TOY, digest, ended, refused, told
 
-from benchmark import data
 from benchmark.programs import write_json
 from benchmark.run import run
-from benchmark.verify import Replay, keep, prediction, verify
+from benchmark.verify import keep, prediction, verify
 
 EQUAL = "2 equal to the last digit"
 
@@ -92,12 +91,8 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("other", [False, True], ids=["", "made elsewhere"])
 @pytest.mark.parametrize("make, fault", CHANGED.items(), ids=lambda x: getattr(x, "__name__", ""))
-def test_what_was_changed_is_found(kept, make, fault, other):
-    if other:
-        for path in kept.rglob("*.json"):
-            change(path, hardware={"cpu": "Z80"})
+def test_what_was_changed_is_found(kept, make, fault):
     make(place())
     _, first, *more = verified(1, env_ids=("A-v0",)).splitlines()
     assert first == "A-v0: 2 policies, 10 episodes: 1 equal to the last digit, 1 DIFFER"
@@ -128,28 +123,11 @@ def test_the_rule_that_applies_is_said(kept, monkeypatch):
         assert "; 2 were made by other versions" in output
 
 
-def test_rules_by_numbers():
+def test_a_mean_of_other_episodes_lies_in_an_interval():
     recorded = np.array([100.0, 300.0, 200.0, 400.0])
-    low, high = prediction(recorded, 4)
     width = 12.924 * np.std(recorded, ddof=1) * np.sqrt(0.5)  # Student's t of 3, 0.9995
-    assert (low, high) == pytest.approx((250 - width, 250 + width), rel=1e-4)
+    assert prediction(recorded, 4) == pytest.approx((250 - width, 250 + width), rel=1e-4)
     assert np.isnan(prediction(recorded[:1], 4)).all()
-
-    def judged(*returns: float, own: bool = False) -> str:
-        job = {"env_id": "A-v0", "seed": 1}
-        found = data.make_run({"evaluation": recorded.tolist()}, np.empty((0, 4)), job)
-        replay = Replay(found, own)
-        replay.judge(np.array(returns))
-        assert bool(replay.faults) != bool(replay.rule)
-        return replay.rule
-
-    assert judged(100, 300, 200, 400) == judged(100, 300, 200, 400, own=True) == "equal"
-    assert judged(100.01, 300, 200, 400) == "close"
-    assert judged(100.01, 300, 200, 400, own=True) == ""
-    assert judged(100.1, 300, 200, 400) == "mean"
-    assert judged(*(recorded + 0.99 * width)) == "mean"
-    assert judged(*(recorded + 1.01 * width)) == ""
-    assert judged(100, 300, 200) == ""
 
 
 def test_a_strangers_program_and_module_are_not_run(kept):
@@ -162,11 +140,6 @@ def test_a_strangers_program_and_module_are_not_run(kept):
     assert "--modules evil lets that module's code run" in output
     assert output.count(" is not one of this folder") == 2
     assert not Path("harmed").exists()
-
-
-def test_a_script_that_fails(kept):
-    Path("toy.py").write_text(TOY.replace("    sys.exit()\n", "    sys.exit('no')\n"))
-    assert verified(1, env_ids=("A-v0",)).count("can't be played: exit code 1: no") == 2
 
 
 def test_policies_that_are_asked_for_later(toy):
@@ -206,16 +179,3 @@ def test_of_a_checkpoint_what_playing_needs_is_kept(kept):
     assert saved["agent"]["weight"].tolist() == [3, 4]
     assert path.stat().st_size < 3_000
     assert told(place())["policy"]["name"] == "checkpoint.pt"
-
-
-@pytest.mark.slow
-def test_a_real_policy_plays_the_same_again(tmp_path, monkeypatch):
-    """Of a script of ours, by the rule for one's own stack; a changed number is found."""
-    monkeypatch.chdir(ROOT)
-    kept = tmp_path / "kept"
-    command = "python ppo_continuous_action.py --total-timesteps 8192 --no-compile"
-    train(command=command, env_ids=["Hopper-v4"], runs_dir=tmp_path / "runs", results=kept)
-    output = ended(verify, (kept,)).stdout
-    assert f"Hopper-v4: 2 policies, 10 episodes: {EQUAL}\n" in output
-    one_digit(kept / "Hopper-v4/ppo_continuous_action/default-s1.json")
-    ended(verify, (kept,), code=1)
