@@ -22,9 +22,7 @@ SEVENS = [7.0] * 39
 
 def ended(call: Callable, *args, code: int = 0, **more) -> subprocess.CompletedProcess:
     """What a call wrote, which ends with this exit code, or returns if that is 0."""
-    out = io.StringIO()
-    err = io.StringIO()
-    found = 0
+    out, err, found = io.StringIO(), io.StringIO(), 0
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -16,7 +16,7 @@ from harness import HEAD, ROOT, TOY, digest, ended, lines, refused, told, wait_f
 
 from benchmark import data
 from benchmark.programs import provenance
-from benchmark.run import Work, plan, run
+from benchmark.run import Work, run
 
 FIVE = "python toy.py --total-timesteps 5"
 
@@ -40,10 +40,6 @@ def folder_of(seed: int, env_id: str = "A-v0") -> Path:
 def starts_of(seed: int) -> list[dict]:
     """As job.json has them."""
     return told(folder_of(seed) / "job.json")["starts"]
-
-
-def jobs_of(seeds: int, command: str = FIVE, env_id: str = "A-v0") -> list[Work]:
-    return plan([env_id], command, range(1, seeds + 1), Path("runs"), "default", 0)
 
 
 def played(seed: int, episodes: int = 20) -> list[float]:
@@ -171,20 +167,20 @@ def test_dry_run(toy):
     assert list(toy.iterdir()) == [toy / "toy.py"]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"command": "python none.py"}, {"command": "python 'toy.py"}, {"command": "true"},
-        {"command": f"{FIVE} --seed=1"}, {"command": "python toy.py {seed}"}, {"num_seeds": 0},
-        {"variant": "a b"}, {"keep_policies": True}, {"retries": -1},
-    ],
-)  # fmt: skip
-def test_wrong_input_is_one_line(toy, wrong):
-    refused("benchmark: --", run, **asked(wrong))
-    assert not Path("runs").exists()
-
-
-# --- programs that are not ours -------------------------------------------------------------------
+def test_wrong_input_is_one_line(toy):
+    commands = (
+        "python none.py",
+        "python 'toy.py",
+        "true",
+        f"{FIVE} --seed=1",
+        "python toy.py {seed}",
+    )
+    wrongs = [{"command": words} for words in commands]
+    for wrong in (*wrongs, {"num_seeds": 0}, {"variant": "a b"}, {"keep_policies": True}):
+        refused("benchmark: --", run, **asked(wrong))
+        assert not Path("runs").exists()
+    bench(num_seeds=1)
+    refused(f"was made by '{FIVE}' for A-v0", run, **asked({"command": f"{FIVE} --x 1"}))
 
 
 def stranger(info: str, head: str = repr(HEAD)):
@@ -219,9 +215,6 @@ def test_a_program_that_is_not_ours_and_what_it_says_of_itself(toy):
         assert found.info["versions"]["jax"] == "1"
         assert found.info["versions"]["numpy"] == metadata.version("numpy")
         assert found.info["source_sha256"] == digest(Path("other.py").read_text())
-
-
-# --- what a run began with ------------------------------------------------------------------------
 
 
 def git(*words: str) -> str:
@@ -268,16 +261,6 @@ def test_a_resumed_run_says_if_it_went_on_with_another_source(toy):
     assert kept.info["resumed_with"] == starts[1:]
 
 
-def test_many_commands_at_once_share_the_work_in_a_new_folder(toy):
-    """All make the same folders and write the same files at the same moment."""
-    flags = {"command": f"{FIVE} --tick 0.1", "num_seeds": 3, "workers": 2, "eval_episodes": 0}
-    harnesses = [background(**flags) for _ in range(3)]
-    assert [one.wait(120) for one in harnesses] == [0] * 3, Path("out.txt").read_text()
-    check_whole([1, 2, 3], 5)
-    assert len(lines("starts.txt")) == 3
-    assert not list(Path("runs").rglob("job.json?*"))
-
-
 # --- with real scripts, on Slurm ------------------------------------------------------------------
 
 REAL = {
@@ -309,9 +292,7 @@ def squeue() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "order", [["scontrol", "requeue"], ["scancel", "--signal=USR2"]], ids=["requeue", "warning"]
-)
+@pytest.mark.parametrize("order", [["scontrol", "requeue"], ["scancel", "--signal=USR2"]])
 def test_slurm_job_goes_on(cluster, toy, order):
     """Requeued by an administrator, with the harness killed; warned of its time limit."""
     flags = {"command": "python toy.py --total-timesteps 40 --tick 0.25", "num_seeds": 1}
