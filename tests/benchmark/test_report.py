@@ -56,6 +56,15 @@ def test_against_rliable():
     assert stats.interval(stats.improvement, [*x, *y]) == pytest.approx((0.5313, 0.7223), abs=0.006)
 
 
+def test_all_resamples_of_ten_scores():
+    ways, weights = stats.every_resample(10)
+    assert ways.shape == (10, math.comb(19, 10))
+    assert weights[(ways != 3).all(axis=0)].sum() == pytest.approx(0.9**10)
+    scores = np.random.default_rng(1).normal(size=10)
+    exact = stats.interval(stats.iqm, [scores])
+    assert exact == pytest.approx(stats.interval(stats.iqm, [scores], resamples=200_000), abs=0.01)
+
+
 @pytest.mark.parametrize(("seeds", "environments"), stats.COVERAGE)
 def test_coverage(seeds, environments):
     rng = np.random.default_rng(seeds)
