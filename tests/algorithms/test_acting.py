@@ -162,6 +162,11 @@ def test_rollouts(script, tmp_path):
     assert run.global_step == sum(found)
     cases.discard(("clipped reward", False))
     assert len(cases) == (6 if script == "ppo" else 9)
+    taken, ends, columns = 0, [], [rows_of(walk, 2 * T, repeat) for walk in walks]
+    for rows in zip(*columns, strict=True):
+        taken += sum(row["valid"] for row in rows)
+        ends += [taken for row in rows if row["terminated"] or row["truncated"]]
+    assert [step for step, *_ in logged(tmp_path / "run")] == ends  # each at its own step
     scores = [list(ended) for walk in walks for ended in games(walk, repeat)]
     np.testing.assert_allclose(sorted(row[1:] for row in logged(tmp_path / "run")), sorted(scores))
     seeds = [said["seed"] for walk in walks for said in walk.said if "seed" in said]

@@ -189,7 +189,6 @@ def test_what_a_run_writes(script, tmp_path, capfd):
     assert (folder / "episodes.csv").read_text().startswith("global_step,seconds,return,length\n")
     steps, returns, lengths = np.array(rows(folder)[1:], float).T
     assert (np.diff(steps) >= 0).all() and 0 < steps[-1] <= final["global_step"]
-    assert len(set(steps)) > len(steps) / 4 or script == MULTI  # each at its own step
     assert facts["final_return"] == pytest.approx(returns[-100:].mean())
     points = scalars(folder, timed=True)
     ends = [step for step, _ in points["charts/SPS"]]
