@@ -204,6 +204,10 @@ def learning(algorithms: Sequence[str], env_ids: Sequence[str], more: int = 0) -
 
 FIGURES = {  # file: algorithms, environments
     "ppo": ([f"{script}{x}" for script in CLIPPED.values() for x in ("", " cleanrl")], [*CLIPPED]),
+    "readme": (
+        ["ppo_continuous_action", "ppo_continuous_action cleanrl", "ppo", "ppo cleanrl"],
+        ["HalfCheetah-v4", "Hopper-v4", "Humanoid-v4", "Walker2d-v4", "CartPole-v1", "Acrobot-v1"],
+    ),
     "ppo_atari_multigpu": (
         [
             *(f"ppo_atari_multigpu{x}" for x in ("", " 2M-by-1", " 2M-by-2", " 10M")),

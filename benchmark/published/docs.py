@@ -18,6 +18,17 @@ from benchmark.published import ROOT, SUPERSEDED, curves, tables
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+ALGORITHMS = {
+    "ppo": "clipped PPO for choices",
+    "ppo_continuous_action": "clipped PPO for numbers; observations and rewards are scaled",
+    "ppo_kl_adaptive": 'an adaptive KL penalty, after Coady\'s "AI Gym Workout"',
+    "ppo_cma": "PPO-CMA: a variance from a history of actions, negative advantages mirrored",
+    "ppo_atari_multigpu": "clipped PPO on Atari, one process or many",
+    "ppo_continuous_action_warp": "clipped PPO with thousands of environments on the device",
+    "ppo_pixels": "clipped PPO from images, or any mix of images, vectors and choices",
+    "ppo_lstm": "the same with a memory, LSTM or GRU",
+    "ppo_pettingzoo": "several agents that share a network (IPPO, MAPPO); two players in self-play",
+}
 LINK = re.compile(r"\[`([^`]+)`\]\(\.\./(\w+\.py)\)")  # to a script that has this text
 
 
@@ -93,10 +104,21 @@ def listed(runs: list[data.Run]) -> str:
     return tables.table(header, rows, "---")
 
 
+def scripts() -> str:
+    """README's table of the scripts: their lines, and where PPO ends."""
+    rows = []
+    for script, algorithm in ALGORITHMS.items():
+        lines = (ROOT / f"{script}.py").read_text().splitlines()
+        below = next(k for k, line in enumerate(lines) if line.startswith("# ==== below"))
+        names = f"[`{script}.py`]({script}.py), [page](docs/{script}.md)"
+        rows.append([names, algorithm, len(lines), below])
+    return tables.table("script | algorithm | lines | PPO ends at line", rows, "---")
+
+
 @cache
 def block(page: Path, name: str) -> tuple[str, list] | None:
     """The text of a page's block, and its tables; None if there is no such block."""
-    makers = tables.BLOCKS | {"superseded": superseded}
+    makers = tables.BLOCKS | {"scripts": scripts, "superseded": superseded}
     if page.parent == DOCS:
         makers |= {make.__name__: partial(make, page.stem) for make in (flags, results)}
     if name not in makers:

@@ -177,15 +177,22 @@ def in_words(statistic, scores: list[np.ndarray]) -> str:
 def scores() -> str:
     """README's table: final policies of three seeds or more, of one setting each unless a row says
     so."""
-    groups = curves.committed(curves.SCRIPTS, curves.MUJOCO)
-    rows = [[f"{name}, 1M", *cells] for name, *cells in scores_by_script(groups, "evaluation")]
-    cma = curves.runs("Humanoid-v4", "ppo_cma", "anneal-lr")
-    rows.append(["Humanoid-v4, 10M", f"0, 0, {len(cma)}", "", "", by_seed(cma)])
-    more = [curves.runs("Humanoid-v4", CLIPPED, name) for name in ("ent-coef-0-3M", "default")]
-    for found in more + [curves.runs(*x) for x in curves.CLIPPED.items() if "ppo" in x]:
-        name = f"{found[0].env_id}, {length(found[0].info['args']['total_timesteps'])}"
-        rows.append([name, f"{len(found)}, 0, 0", by_seed(found), "", ""])
-    header = "environment, steps | seeds | clipped PPO | `ppo_kl_adaptive.py` | `ppo_cma.py`"
+
+    def score(count: int, *which: str) -> str:
+        found = curves.runs(*which)
+        seeds = f" ({len(found)} seeds)" if len(found) not in (0, count) else ""
+        return cell(by_seed(found) + seeds, found)
+
+    rows = []
+    for env_id, script in curves.CLIPPED.items():
+        steps = curves.runs(env_id, script)[0].info["args"]["total_timesteps"]
+        cells = [score(10, env_id, script), score(3, env_id, script, "cleanrl")]
+        cells += [score(5, env_id, f"ppo_{x}", "1M") for x in ("kl_adaptive", "cma")]
+        if env_id not in ("Pusher-v4", "Pendulum-v1", "Acrobot-v1", "InvertedPendulum-v4"):
+            rows.append([f"{env_id}, {length(steps)}", *cells])
+    rows.append(["Humanoid-v4, 3M", score(10, "Humanoid-v4", CLIPPED, "ent-coef-0-3M"), "", "", ""])
+    header = "environment, steps | clipped PPO, 10 seeds | at CleanRL's settings, 3 seeds"
+    header += " | `ppo_kl_adaptive.py`, 5 seeds | `ppo_cma.py`, 5 seeds"
     return table(header, rows)
 
 
@@ -416,7 +423,7 @@ CHEETAH = "ppo_continuous_action-HalfCheetah-v4"
 HUMANOID = "ppo_continuous_action-Humanoid-v4"
 KL = "ppo_kl_adaptive-HalfCheetah-v4"
 
-SPEEDS = (  # the first five are README's
+SPEEDS = (
     ("`ppo.py`, CartPole-v1", "ppo-CartPole-v1", "compiled"),
     ("`ppo_continuous_action.py`, HalfCheetah-v4", CHEETAH, "compiled"),
     ("the same, 8 environments", f"{CHEETAH}-8envs", "compiled"),
@@ -428,19 +435,19 @@ SPEEDS = (  # the first five are README's
 )
 
 
-def speeds(most: int | None = 5, columns: int | None = 4) -> str:
-    """Steps per CPU-second of the scripts, all of them or README's part."""
+def all_speeds() -> str:
+    """Steps per CPU-second of the scripts."""
     header = "script, environment", "steps per CPU-second", "to Stable-Baselines3's PPO"
     header += "to the bare environment", "eager, to Stable-Baselines3"
     header += ("memory: compiled, eager, Stable-Baselines3",)
     rows = []
-    for words, file, name in SPEEDS[:most]:
+    for words, file, name in SPEEDS:
         mine, sb3, eager, bare = map(costs(file).get, (name, "sb3", "eager", "bare"))
         memory = ", ".join(f"{x.memory:.0f}" if x else "-" for x in (mine, eager, sb3))
         cells = [words, f"{median(mine.cpu_rates):,.0f}", spread(mine, sb3), ratio(mine, bare)]
         cells.append(ratio(eager, sb3, 1))
-        rows.append(measured([*cells, f"{memory} MB"][:columns], SPEED / f"{file}.csv"))
-    return table(" | ".join(header[:columns]), rows)
+        rows.append(measured([*cells, f"{memory} MB"], SPEED / f"{file}.csv"))
+    return table(" | ".join(header), rows)
 
 
 def recurrent_speed() -> str:
@@ -513,13 +520,12 @@ def border_training() -> str:
 BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
-        scores, speeds, clipped_results, control, helped, bootstrap, cma_results, humanoid,
+        scores, all_speeds, clipped_results, control, helped, bootstrap, cma_results, humanoid,
         humanoid_changes, kl_results, atari_results, border_training, recurrent_speed, gpu_atari,
         gpu_warp, studied,
     )
 }  # fmt: skip
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
-BLOCKS["all-speeds"] = partial(speeds, None, None)
 ALPHAS = {f"{CLIPPED} rpo-{x}": f"`--rpo-alpha {x}`" for x in (0.01, 0.1, 0.5)}
 TASKS = "cheetah-run", "hopper-hop", "reacher-easy", "walker-walk"
 ON = *curves.MUJOCO[:4], *(f"dm_control/{task}-v0" for task in TASKS)

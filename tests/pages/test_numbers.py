@@ -59,7 +59,7 @@ def test_the_index_is_up_to_date():
 
 def test_from_a_cell_of_readme_to_its_ten_seeds():
     """By one grep, and without the code that made the table."""
-    shown = re.search(r"\| HalfCheetah-v4, 1M \| [^|]* \| (\S+)", docs.PAGES[0].read_text())[1]
+    shown = re.search(r"\| HalfCheetah-v4, 1M \| (\S+)", docs.PAGES[0].read_text())[1]
     with open(index.INDEX) as file:
         found = [row for row in csv.DictReader(file) if row["page"] == "README.md"]
     (row,) = (row for row in found if row["value"].startswith(f"{shown} "))
