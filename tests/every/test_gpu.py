@@ -2,7 +2,6 @@
 compared, then more are played there, resumed and evaluated. Skipped where there is no CUDA."""
 
 import importlib
-import importlib.util
 import shlex
 
 import numpy as np
@@ -30,12 +29,6 @@ pytestmark = [
 ]
 
 
-def the_script(name: str):
-    if name == "ppo_pettingzoo" and importlib.util.find_spec("pettingzoo") is None:
-        pytest.skip("not installed: pettingzoo")
-    return importlib.import_module(name)
-
-
 def first_losses(folder) -> dict[str, float]:
     found = {tag: values for tag, values in scalars(folder).items() if tag.startswith("losses/")}
     return {tag: values[0][1] for tag, values in found.items()}
@@ -43,7 +36,7 @@ def first_losses(folder) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_learning_on_a_gpu_is_learning_on_a_cpu(name, tmp_path, monkeypatch):
-    script = the_script(name)
+    script = importlib.import_module(name)
     monkeypatch.syspath_prepend(str(ROOT / "tests"))
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     losses = []
