@@ -12,14 +12,6 @@ import torch  # noqa: E402
 torch.set_num_threads(1)
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """Small environments for every script, those of scripts.py."""
-    from scripts import small_environments  # not for tests of the harness, which need none
-
-    small_environments(monkeypatch)
-
-
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("slow"):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from program import ROOT, scalars
-from scripts import EVERY, train
+from scripts import EVERY, small_environments, train
 
 from benchmark.published import HERE, docs, tables
 
@@ -33,9 +33,9 @@ def logged(script: str) -> set[str]:
 
 
 @EVERY
-@pytest.mark.usefixtures("small")
-def test_a_page_for_each_script(script, tmp_path):
+def test_a_page_for_each_script(script, tmp_path, monkeypatch):
     """It explains all that is logged, and leads to the code."""
+    small_environments(monkeypatch)
     train(script, tmp_path / "run", MORE.get(script, ""), iterations=14)
     tags = scalars(tmp_path / "run", timed=True)  # some for each agent: charts/return/NAME
     assert logged(script) == {"/".join(tag.split("/")[:2]) for tag in tags}

@@ -1,7 +1,6 @@
 """docs/coming_from.md and docs/your_environment.md: what a user copies from them runs."""
 
 import importlib
-import inspect
 import json
 import re
 import runpy
@@ -11,7 +10,6 @@ import sys
 import gymnasium as gym
 import numpy as np
 import pytest
-import stable_baselines3
 import torch
 from gymnasium.utils.env_checker import check_env
 from program import ROOT, content, scalars, status
@@ -146,30 +144,6 @@ def here(first: str, section: str = "") -> str:
     """What the row whose first cell begins so has in its second one."""
     (cell,) = (row[1] for row in rows(COMING, section) if row[0].startswith(first))
     return cell
-
-
-def command(cell: str, script) -> object:
-    """The Args of the command in this cell that names the script."""
-    (found,) = re.findall(rf"`{script.__name__}\.py ([^`]*)`", cell)
-    return script.parse_args(shlex.split(found))
-
-
-def test_stable_baselines3s_defaults():
-    args = command(here("SB3's defaults"), ppo_continuous_action)
-    theirs = inspect.signature(stable_baselines3.PPO).parameters
-    names = {
-        "learning_rate": "learning_rate", "num_steps": "n_steps", "minibatch_size": "batch_size",
-        "update_epochs": "n_epochs", "gamma": "gamma", "gae_lambda": "gae_lambda",
-        "clip_coef": "clip_range", "norm_adv": "normalize_advantage", "ent_coef": "ent_coef",
-        "max_grad_norm": "max_grad_norm", "target_kl": "target_kl",
-    }  # fmt: skip
-    for ours, name in names.items():
-        assert getattr(args, ours) == theirs[name].default
-    assert not (args.clip_vloss or args.anneal_lr or args.scale_actions)
-    policy = inspect.signature(stable_baselines3.ppo.MlpPolicy).parameters
-    assert policy["log_std_init"].default == args.log_std_init == 0.0
-    # its loss has 0.5 * mse of the values, ours vf_coef * 0.5 * mse
-    assert theirs["vf_coef"].default == args.vf_coef * 0.5
 
 
 @pytest.mark.parametrize("name", ["ppo_lstm", "ppo_pixels", "ppo_pettingzoo"])

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import envpool
 import numpy as np
@@ -22,7 +23,6 @@ import ppo_atari_multigpu as script
 from ppo_atari_multigpu import Args
 
 NAME = "ppo_atari_multigpu"
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 
 
 def parse(flags: str) -> Args:
@@ -33,9 +33,9 @@ def small(flags: str = "") -> Args:
     return parse(f"{SMALL[NAME]} {flags}")
 
 
-def new_agent(args: Args, device="cpu") -> script.Agent:
+def new_agent(args: Args) -> script.Agent:
     torch.manual_seed(args.seed)
-    agent = script.Agent(Toy, args).to(device)
+    agent = script.Agent(Toy, args)
     agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)
     return agent
 
@@ -45,7 +45,7 @@ def vector(agent: script.Agent) -> torch.Tensor:
     return torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
 
 
-def noise_rollout(T: int, N: int = 8, device="cpu") -> script.Rollout:
+def noise_rollout(T: int, N: int = 8) -> script.Rollout:
     """Noise, with junk rows. Log-probabilities are those of a uniform policy, more or less."""
     rng = np.random.default_rng(T)
     ends = (rng.random((T + 1, N)) < 0.15) & (np.arange(T + 1) % 2 == 1)[:, None]
@@ -55,7 +55,7 @@ def noise_rollout(T: int, N: int = 8, device="cpu") -> script.Rollout:
         np.float32(0.1 * rng.normal(size=(T, N)) - math.log(4)),
         np.float32(rng.normal(size=(T + 1, N))),
     ]  # fmt: skip
-    tensors = [torch.as_tensor(x, device=device) for x in tensors]
+    tensors = [torch.as_tensor(x) for x in tensors]
     rewards = rng.normal(size=(T, N)) * ~ends[:T]
     return script.Rollout(*tensors, rewards, terminated, truncated & ~terminated, ~ends[:T])
 
@@ -210,43 +210,26 @@ def test_a_real_game_and_its_score():
     assert 4 * len(games) < ends < 6 * len(games) + 20  # five lives a game
 
 
-class Log:
-    """What a rollout needs of a Run."""
-
-    def __init__(self):
-        self.iteration, self.rows = 0, []
-
-    def log_rollout(self, *rows):
-        self.rows.append(rows)
-
-
-class Player:
-    """Toys, an agent and its buffers; `roll()` is the next rollout."""
-
-    def __init__(self, args, columns=None):
-        self.args, self.log = args, Log()
-        self.envs = script.Envs(args, columns or slice(0, args.num_envs))
-        self.agent = new_agent(args)
-        self.buffers = script.make_buffers(self.agent, self.envs, args)
-
-    def roll(self):
-        given = self.agent, self.envs, self.buffers, self.log, self.args
-        return script.rollout(*given)
+def players(args: Args, columns=slice(0, 4)):
+    """An agent, toys, buffers."""
+    agent, envs = new_agent(args), script.Envs(args, columns)
+    return agent, envs, script.make_buffers(agent, envs, args)
 
 
 def test_no_host_waits_for_acting(toys):
-    player = Player(small())
+    agent, _, buffers = players(small())
     with Waits() as waits:
-        script.acting_step(player.agent, player.buffers)
+        script.acting_step(agent, buffers)
     assert waits.found == []
     assert waits.calls > 20
 
 
 def test_actions_do_not_depend_on_the_number_of_processes(toys, monkeypatch):
     args, drawn = small("--num-envs 8 --num-steps 3"), []
+    run = SimpleNamespace(iteration=0, log_rollout=lambda *_: None)
     for columns in (slice(0, 8), slice(0, 4), slice(4, 8)):
         monkeypatch.setattr(script, "rank_slice", lambda args, columns=columns: columns)
-        drawn.append(Player(args, columns=columns).roll().actions)
+        drawn.append(script.rollout(*players(args, columns), run, args).actions)
     assert torch.equal(drawn[0], torch.cat(drawn[1:], dim=1))
     assert len({tuple(column) for column in drawn[0].T.tolist()}) > 4
 

@@ -122,24 +122,6 @@ def test_no_host_waits_in_an_iteration_and_no_tensor_moves():
     assert control.found == ["a mask as an index", "_local_scalar_dense"]
 
 
-def seven(record, args: Args, device: str = "cpu", change=None) -> list:
-    """What seven rollouts and updates leave; `change(args, agent)` comes before the sixth."""
-    collect, learn = record(script.rollout), record(script.update)
-    envs, agent, data = parts(args, device)
-    metrics = []
-    for k in range(7):
-        if change and k == 5:
-            change(args, agent)
-        collect(agent, envs, data, args)
-        results = learn(agent, data, args, k == 0)
-        metrics.append({name: x.item() for name, x in results.items()})
-    return [metrics, agent.state_dict(), agent.adam, envs.state_dict(), list(data)]
-
-
-def numbers_change(args, agent):
-    args.ent_coef, args.gamma, args.clip_coef = 0.5, 0.5, 0.01
-
-
 def test_a_graph_is_recorded_again_after_a_change(monkeypatch):
     """Of a number of Args, or of what is trained: it holds both as they were."""
     events, (_, agent, _), args = [], parts(small()), small()

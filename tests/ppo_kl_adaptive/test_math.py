@@ -45,7 +45,6 @@ class Clock(gym.Env):
 
 gym.register("Drawn-v0", Clock)
 gym.register("Limit4-v0", Clock, kwargs={"length": 9}, max_episode_steps=4)
-gym.register("Endless-v0", Clock, kwargs={"length": 10**9})
 gym.register("Choice-v0", Clock, kwargs={"action_space": spaces.Discrete(3, start=5)})
 
 

@@ -197,15 +197,6 @@ def test_choices_are_drawn_with_their_probabilities():
         torch.testing.assert_close(torch.cat(parts), logprobs[0].exp(), rtol=0, atol=0.015)
 
 
-def test_the_unit_of_numbers():
-    low, high = np.float32([-1, 0, -np.inf, -3.4e38]), np.float32([3, 1, 5, 3.4e38])
-    agent = Agent(env_of(VECTOR, spaces.Box(low, high)))
-    assert agent.origin.tolist() == [1, 0.5, 0, 0]
-    assert agent.unit.tolist() == [2, 0.5, 1, 1]
-    none, mean = torch.zeros(1, 0), torch.tensor([[0.5, -0.5, 7, 9.0]])
-    assert agent.choose_action(none, mean).tolist() == [[2, 0.25, 7, 9]]
-
-
 # --- Atari, older runs ----------------------------------------------------------------------------
 def test_atari_shows_the_brighter_of_two_frames_and_counts_every_reward():
     args = Args(env_id="ALE/Pong-v5", num_envs=1)
