@@ -5,6 +5,7 @@ of docs/ it also writes
 
     <!-- flags -->                  a table of the script's flags, without those that ppo.md has
     <!-- results -->                a table of its committed runs
+    <!-- edit-NAME -->              tests/edits/NAME.patch, with the names of what it changes
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from benchmark import data
 from benchmark.published import ROOT, SUPERSEDED, curves, tables
 
 DOCS = ROOT / "docs"
+EDITS = ROOT / "tests" / "edits"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 ALGORITHMS = {
     "ppo": "clipped PPO for choices",
@@ -121,10 +123,28 @@ def block(page: Path, name: str) -> tuple[str, list] | None:
     makers = tables.BLOCKS | {"scripts": scripts, "superseded": superseded}
     if page.parent == DOCS:
         makers |= {make.__name__: partial(make, page.stem) for make in (flags, results)}
+        makers |= {f"edit-{patch.stem}": partial(edit, patch) for patch in EDITS.glob("*.patch")}
     if name not in makers:
         return None
     tables.MADE.clear()
     return makers[name](), list(tables.MADE)
+
+
+def edit(patch: Path) -> str:
+    """A patch, whose parts begin with the names of the class or function that they change."""
+    _, *parts = re.split(r"^@@.*\n", patch.read_text(), flags=re.M)
+    (script,) = re.findall(r"^--- a/(.*)$", patch.read_text(), re.M)
+    source = (ROOT / script).read_text()
+    lines = [f"```diff\n# git apply tests/edits/{patch.name}\n--- {script}"]
+    for part in parts:
+        old = "".join(line[1:] for line in part.splitlines(True) if line[0] != "+")
+        before = source[: source.index(old)] + old[: old.index("\n")]
+        names = re.findall(r"^(    )?(?:class|def) (\w+)", before, re.M)
+        outer = [name for indent, name in names if not indent]
+        name = f"{outer[-1]}.{names[-1][1]}" if names and names[-1][0] else "".join(outer[-1:])
+        is_new = re.match(r"(?: .*\n)*\+(?:class|def) ", part)
+        lines.append(f"@@ {'new' if is_new else name or 'import'} @@\n{part.rstrip()}")
+    return "\n".join([*lines, "```"])
 
 
 def rewrite(page: Path) -> str:

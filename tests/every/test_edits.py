@@ -1,8 +1,10 @@
-"""Edits that researchers make, as patches of ppo_continuous_action.py. Each works eagerly and
+"""The recipes of docs/change_this_script.md, as patches of a script. Each works eagerly and
 compiled, and does what it is for."""
 
 import importlib.util
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,17 +14,24 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from program import ROOT, rows, scalars
+import yaml
+from program import ROOT, rows, scalars, status
 
 import ppo_continuous_action
 
 PATCHES = ROOT / "tests" / "edits"
-EDITS = pytest.mark.parametrize("name", sorted(path.stem for path in PATCHES.glob("*.patch")))
-FLAGS = (
-    "--env-id Pendulum-v1 --num-envs 2 --num-steps 128 --num-minibatches 4 --total-timesteps 2560 "
-    "--update-epochs 5 --learning-rate 3e-3 --target-kl None --no-cuda"
-)
-MORE = {"vector-environment": "--env-id envpool:mine"}
+PAGE = (ROOT / "docs" / "change_this_script.md").read_text()
+SMALL = "--num-envs 2 --num-steps 128 --num-minibatches 4 --total-timesteps 2560 --no-cuda"
+FLAGS = {
+    "ppo": f"--env-id CartPole-v1 {SMALL} --learning-rate 3e-3",
+    "ppo_continuous_action": f"--env-id Pendulum-v1 {SMALL} --update-epochs 5 --learning-rate 3e-3 "
+    "--target-kl None",
+}
+MORE = {
+    "vector-environment": "--env-id envpool:mine",
+    "best-model": "--total-timesteps 12800 --learning-rate 5e-5 --target-return 25",
+}
+ONE_STEP = "--total-timesteps 256 --num-minibatches 1 --update-epochs 1 --no-compile"
 
 
 class Slide(gym.vector.VectorEnv):
@@ -54,9 +63,27 @@ class Slide(gym.vector.VectorEnv):
         return self.x.astype(np.float32), rewards, np.zeros(self.num_envs, bool), truncated, {}
 
 
-def load_module(folder: Path, name: str):
-    """The script in a folder under a name of its own."""
-    spec = importlib.util.spec_from_file_location(name, folder / "ppo_continuous_action.py")
+def teacher(obs: np.ndarray) -> np.ndarray:
+    """Actions [B, 1] at Pendulum's observations [B, 3]."""
+    return 1.5 * np.tanh(obs[:, 1:2] + 0.3 * obs[:, 2:])
+
+
+def observations(number: int) -> np.ndarray:
+    """Some of Pendulum's."""
+    rng = np.random.default_rng(1)
+    angle = rng.uniform(-np.pi, np.pi, number)
+    return np.float32([np.cos(angle), np.sin(angle), rng.uniform(-8, 8, number)]).T
+
+
+def plain(name: str):
+    """The script that an edit changes."""
+    (script,) = re.findall(r"^--- a/(\w+)\.py$", (PATCHES / f"{name}.patch").read_text(), re.M)
+    return importlib.import_module(script)
+
+
+def load_module(path: Path, name: str):
+    """The script in a file under a name of its own."""
+    spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -70,18 +97,19 @@ def edited(tmp_path_factory):
     def get(name: str):
         if name not in modules:
             folder = tmp_path_factory.mktemp(name)
-            shutil.copy(ppo_continuous_action.__file__, folder)
+            path = Path(shutil.copy(plain(name).__file__, folder))
             alone = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
             command = ["git", "apply", str(PATCHES / f"{name}.patch")]
             subprocess.run(command, cwd=folder, env=alone, check=True)
-            modules[name] = load_module(folder, f"edited_{name.replace('-', '_')}")
+            modules[name] = load_module(path, f"edited_{name.replace('-', '_')}")
         return modules[name]
 
     return get
 
 
 def train(script, folder: Path, flags: str = "--no-compile") -> dict:
-    script.train(script.parse_args([*FLAGS.split(), *flags.split(), "--run-dir", str(folder)]))
+    small = FLAGS[Path(script.__file__).stem]
+    script.train(script.parse_args(shlex.split(f"{small} {flags} --run-dir {folder}")))
     return script.load_checkpoint(folder)
 
 
@@ -95,22 +123,23 @@ def unedited(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def surroundings(unedited, tmp_path, monkeypatch):
-    """What the edits find: a saved policy, and a vector environment to import."""
-    shutil.copy(
-        unedited / "ppo_continuous_action.cleanrl_model", tmp_path / "pretrained.cleanrl_model"
-    )
+    """What the edits find: a saved policy, a teacher's actions, a vector environment to import."""
+    saved = unedited / "ppo_continuous_action.cleanrl_model"
+    shutil.copy(saved, tmp_path / "pretrained.cleanrl_model")
+    obs = observations(4000)
+    np.savez(tmp_path / "demos.npz", obs=obs, actions=teacher(obs))
     monkeypatch.chdir(tmp_path)
     module = type(sys)("my_vector")
     module.MyVectorEnv = Slide
     monkeypatch.setitem(sys.modules, "my_vector", module)
 
 
-def first_weights(script, folder: Path) -> dict:
-    """Those with which a run in this folder began."""
+def first_agent(script, folder: Path):
+    """That with which a run in this folder began, but for what `train` loads into it."""
     args = script.load_checkpoint(folder)["args"]
     envs = script.make_envs(args, args.num_envs, {})
     torch.manual_seed(args.seed)
-    return script.Agent(envs, args).state_dict()
+    return script.Agent(envs, args)
 
 
 def moved(before: dict, after: dict, part: str) -> float:
@@ -118,70 +147,238 @@ def moved(before: dict, after: dict, part: str) -> float:
     return max(float((after[k] - before[k]).abs().max()) for k in after if k.startswith(part))
 
 
-def check_effect(name: str, script, folder: Path, unedited: Path):
-    """All that should learn has moved, what should not has not, the edit's own effect is there,
-    and the policy can be played."""
-    before = first_weights(script, folder)
-    after = script.load_checkpoint(folder)["agent"]
-    learning = {key for key, p in script.load(folder)[0].named_parameters() if p.requires_grad}
-    for key in learning:
-        assert not torch.equal(before[key], after[key]), key
-    frozen = {"frozen-critic": "critic", "rnd-bonus": "rnd_target"}.get(name, "nothing")
-    assert all(torch.equal(before[k], after[k]) for k in after if k.startswith(frozen))
-    as_ever = script.load_checkpoint(unedited)["agent"]
-    assert not torch.equal(after["actor_logstd"], as_ever["actor_logstd"])
-    own = {"auxiliary-loss": "prediction_loss", "second-value-head": "short_value_loss",
-           "rnd-bonus": "rnd_loss"}  # fmt: skip
-    if name in own:
-        values = [value for _, value in scalars(folder)[f"losses/{own[name]}"]]
-        assert values[-1] < 0.8 * values[0]
-    if name == "reward-transform":  # each of the 200 rewards of an episode, which are all negative
-        assert {float(score) for _, score, _ in rows(folder)[1:]} == {-200.0}
-    if name == "vector-environment":
-        assert {length for *_, length in rows(folder)[1:]} == {"25"}
-    played = script.parse_args(["--evaluate", str(folder), "--eval-episodes", "1"])
-    assert np.isfinite(script.evaluate(played)).all()
+def falls(folder: Path, name: str, ratio: float):
+    """The last value of a loss is below this part of the first one."""
+    values = [value for _, value in scalars(folder)[f"losses/{name}"]]
+    assert values[-1] < ratio * values[0]
 
 
-@EDITS
-def test_an_edit_works(name, edited, unedited, tmp_path):
-    script = edited(name)
-    train(script, tmp_path / "run", f"--no-compile {MORE.get(name, '')}")
-    check_effect(name, script, tmp_path / "run", unedited)
+# --- what each edit does --------------------------------------------------------------------------
+def check_network(script, folder, tmp_path):
+    """The first policy's means are near the middle of the box, from -2 to 2."""
+    agent = first_agent(script, folder)
+    assert type(agent.actor_mean).__name__ == "Residual"
+    assert np.abs(agent.act(observations(100))).max() < 0.6
 
 
-def test_a_bonus_reaches_the_advantages(edited, tmp_path, monkeypatch):
-    """The rewards of every row but those after an episode's end are higher by half the novelty."""
-    script, data, scale = edited("rnd-bonus"), [], []
-    plain, zero = script.update, script.Agent.novelty
-    monkeypatch.setattr(script, "update", lambda *a: data.append(a[1]) or plain(*a))
+def check_state_deviation(script, folder, tmp_path):
+    agent, _ = script.load(folder)
+    obs = observations(100)
+    deviations = agent.act(obs, np.ones((100, 1), np.float32)) - agent.act(obs)
+    assert deviations.min() > 0.0
+    assert deviations.std() > 0.01 * deviations.mean()
+
+
+def check_layer_norm(script, folder, tmp_path):
+    """What goes into each tanh has mean 0 and variance 1; the outputs have not."""
+    agent = first_agent(script, folder)
+    x = torch.randn(100, 4)
+    for network in (agent.actor, agent.critic):
+        hidden = network[:2](x)
+        torch.testing.assert_close(hidden.mean(-1), torch.zeros(100), rtol=0, atol=1e-5)
+        torch.testing.assert_close(hidden.var(-1, correction=0), torch.ones(100), rtol=0, atol=1e-2)
+        assert network(x).std() > 0.001
+
+
+def check_adamw(script, folder, tmp_path):
+    """A step takes a hundredth of the rate from each matrix, and is Adam's otherwise."""
+    ours = train(script, tmp_path / "ours", ONE_STEP)["agent"]
+    adam = train(ppo_continuous_action, tmp_path / "adam", ONE_STEP)["agent"]
+    for name, p in first_agent(script, folder).named_parameters():
+        decay = (0.01 * 3e-3 if p.dim() > 1 else 0.0) * p.detach()
+        torch.testing.assert_close(adam[name] - ours[name], decay, rtol=0, atol=3e-7)
+
+
+def check_schedules(script, folder, tmp_path):
+    """Those of ten iterations, and the arguments that are saved stay what they were."""
+    taken = []
+    plain_update = script.update
+    script.update = lambda *a: taken.append((a[2].clip_coef, a[2].ent_coef)) or plain_update(*a)
+    saved = train(script, tmp_path / "spied")["args"]
+    script.update = plain_update
+    expected = [(0.2 * (1 - k / 10), 0.01 * 0.9**k) for k in range(10)]
+    np.testing.assert_allclose(taken, expected)
+    assert (saved.clip_coef, saved.ent_coef) == (0.2, 0.01)
+
+
+def check_reward_transform(script, folder, tmp_path):
+    """Each reward is -1 to PPO, so the discounted return comes near -100; the log is as ever."""
+    mean = script.load_checkpoint(folder)["agent"]["return_moments.mean"]
+    assert -100.0 < mean < -50.0
+    assert min(float(score) for _, score, _ in rows(folder)[1:]) < -400.0
+
+
+def check_auxiliary_loss(script, folder, tmp_path):
+    falls(folder, "aux_loss", 0.8)
+    assert script.parse_args(["--resume", str(folder), "--aux-coef", "0.5"]).aux_coef == 0.5
+
+
+def check_rnd(script, folder, tmp_path):
+    """The predictor learns, the target stays, and the rewards of every row but those after an
+    episode's end are higher by half the novelty."""
+    falls(folder, "rnd_loss", 0.5)
+    first = first_agent(script, folder).state_dict()
+    assert moved(first, script.load_checkpoint(folder)["agent"], "rnd_target") == 0.0
+    data = []
+    scale = []
+    plain_update = script.update
+    novelty = script.Agent.novelty
+    script.update = lambda *a: data.append(a[1]) or plain_update(*a)
     for name in ("with", "without"):
         final = train(script, tmp_path / name, "--total-timesteps 512 --num-steps 256 --no-compile")
         scale.append(float(final["agent"]["return_moments.var"]) ** 0.5)
-        monkeypatch.setattr(script.Agent, "novelty", lambda agent, obs: 0.0 * zero(agent, obs))
-    (plus, rewards), valid = ((x.rewards * x.valid for x in data), data[0].valid)
-    bonus = plus * scale[0] - rewards * scale[1]
+        script.Agent.novelty = lambda agent, obs: 0.0 * novelty(agent, obs)
+    script.update = plain_update
+    script.Agent.novelty = novelty
+    valid = data[0].valid
+    bonus = data[0].rewards * scale[0] - data[1].rewards * scale[1]
     assert (bonus[valid] > 1e-3).all()
-    assert not bonus[~valid].any() and (~valid).any()
+    assert not bonus[~valid].any()
+    assert (~valid).any()
+
+
+def check_behaviour_cloning(script, folder, tmp_path):
+    """With almost no learning rate the policy stays the teacher's."""
+    train(script, tmp_path / "still", "--learning-rate 1e-9 --total-timesteps 256 --no-compile")
+    obs = observations(200)
+    clone = script.load(tmp_path / "still")[0].act(obs)
+    first = first_agent(script, folder).act(obs)
+    assert np.abs(clone - teacher(obs)).mean() < 0.1 < 0.5 < np.abs(first - teacher(obs)).mean()
+
+
+def one_step(script, tmp_path) -> tuple[dict, dict]:
+    """The agent as it is made, and after one step of Adam."""
+    after = train(script, tmp_path / "one", ONE_STEP)["agent"]
+    return first_agent(script, tmp_path / "one").state_dict(), after
+
+
+def check_pretrained_actor(script, folder, tmp_path):
+    """Adam's first step moves a parameter by its rate, whatever the gradient."""
+    before, after = one_step(script, tmp_path)
+    saved = torch.load("pretrained.cleanrl_model", weights_only=True)
+    assert moved(saved, after, "actor_mean") == pytest.approx(0.1 * 3e-3, rel=0.02)
+    assert moved(before, after, "actor_mean") > 3e-3
+    assert moved(before, after, "critic") == pytest.approx(3e-3, rel=0.02)
+    assert after["obs_moments.count"] == saved["obs_moments.count"] + 256
+
+
+def check_two_rates(script, folder, tmp_path):
+    before, after = one_step(script, tmp_path)
+    assert moved(before, after, "actor_mean") == pytest.approx(3e-3, rel=0.02)
+    assert moved(before, after, "critic") == pytest.approx(3 * 3e-3, rel=0.02)
+
+
+def check_asymmetric_critic(script, folder, tmp_path):
+    agent, _ = script.load(folder)
+    obs = observations(100)
+    other = obs + np.float32([0, 0, 1])
+    assert (agent.act(other) == agent.act(obs)).all()
+    change = agent.get_value(torch.tensor(other)) - agent.get_value(torch.tensor(obs))
+    assert change.abs().mean() > 0.01
+
+
+def check_gradient_accumulation(script, folder, tmp_path):
+    """The sum of the parts is the whole: the same weights and metrics as without the edit."""
+    parts, whole = tmp_path / "parts", tmp_path / "whole"
+    ours = train(script, parts, f"{ONE_STEP} --update-epochs 3")["agent"]
+    theirs = train(ppo_continuous_action, whole, f"{ONE_STEP} --update-epochs 3")["agent"]
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    for tag, values in scalars(whole).items():
+        assert scalars(parts)[tag] == [(k, pytest.approx(x, rel=1e-3, abs=1e-4)) for k, x in values]
+
+
+def check_vector_environment(script, folder, tmp_path):
+    assert {length for *_, length in rows(folder)[1:]} == {"25"}
+
+
+def check_best_model(script, folder, tmp_path):
+    """The run ends early, at the score, and its best model is there to play."""
+    assert status(folder) == "finished"
+    final = script.load_checkpoint(folder)
+    best = script.load_checkpoint(folder / "best")
+    assert final["iteration"] < 50
+    assert best["iteration"] == final["iteration"]
+    returns = [float(score) for _, score, _ in rows(folder)[1:]]
+    score = best["agent"]["best"].item()
+    assert score == pytest.approx(np.mean(returns[-100:]))
+    assert score > 25
+
+
+CHECKS = {
+    name.removeprefix("check_").replace("_", "-"): check
+    for name, check in list(globals().items())
+    if name.startswith("check_")
+}
+EDITS = pytest.mark.parametrize("name", CHECKS)
+
+
+def check(name: str, script, tmp_path: Path):
+    """All that should learn has moved, the policy can be played, and the edit does its own."""
+    folder = tmp_path / "run"
+    before = first_agent(script, folder).state_dict()
+    after = script.load_checkpoint(folder)["agent"]
+    for key, p in script.load(folder)[0].named_parameters():
+        assert not p.requires_grad or not torch.equal(before[key], after[key]), key
+    played = script.parse_args(["--evaluate", str(folder), "--eval-episodes", "1"])
+    assert np.isfinite(script.evaluate(played)).all()
+    CHECKS[name](script, folder, tmp_path)
+
+
+@EDITS
+def test_an_edit_works(name, edited, tmp_path):
+    script = edited(name)
+    train(script, tmp_path / "run", f"--no-compile {MORE.get(name, '')}")
+    check(name, script, tmp_path)
 
 
 @pytest.mark.slow
 @EDITS
-def test_an_edit_works_compiled(name, edited, unedited, tmp_path, monkeypatch):
+def test_an_edit_works_compiled(name, edited, tmp_path, monkeypatch):
     """To the same numbers as eagerly, to rounding, as long as that stays small."""
     script = edited(name)
     steps = []
-    plain = script.compile_step
-    monkeypatch.setattr(script, "compile_step", lambda *a: steps.append(plain(*a)) or steps[-1])
-    short = f"--total-timesteps 768 --learning-rate 3e-4 {MORE.get(name, '')}"
+    compile_step = script.compile_step
+    monkeypatch.setattr(
+        script, "compile_step", lambda *a: steps.append(compile_step(*a)) or steps[-1]
+    )
+    short = f"{MORE.get(name, '')} --total-timesteps 768 --learning-rate 3e-4"
+    train(script, tmp_path / "first", f"{short} --learning-rate 1e-30 --no-compile")
     eager = train(script, tmp_path / "eager", f"{short} --no-compile")["agent"]
     compiled = train(script, tmp_path / "compiled", f"{short} --compile-from 0")["agent"]
-    assert [step is script.minibatch_step for step in steps] == [True, False]
-    before = first_weights(script, tmp_path / "eager")
-    if name == "pretrained-actor":
-        before |= torch.load("pretrained.cleanrl_model", weights_only=True)
+    assert [step is script.minibatch_step for step in steps] == [True, True, False]
+    before = script.load_checkpoint(tmp_path / "first")["agent"]
     for key, value in eager.items():
         assert (compiled[key] - value).abs().max() <= 0.02 * moved(before, eager, key) + 1e-6, key
-    longer = f"{MORE.get(name, '')} --compile-from 0"
-    train(script, tmp_path / "longer", longer)
-    check_effect(name, script, tmp_path / "longer", unedited)
+    train(script, tmp_path / "run", f"{MORE.get(name, '')} --compile-from 0")
+    check(name, script, tmp_path)
+
+
+# --- the page -------------------------------------------------------------------------------------
+def test_the_page_has_every_edit(unedited):
+    """In few words, with tags that are logged."""
+    shown = re.findall(r"^# git apply tests/edits/([\w-]+)\.patch$", PAGE, re.M)
+    assert sorted(shown) == sorted(CHECKS) == sorted(path.stem for path in PATCHES.iterdir())
+    assert PAGE.count("**Silent:**") == len(shown) + 1
+    prose = re.sub(r"```[\s\S]*?```|<!--.*?-->|^\|.*$", "", PAGE, flags=re.M)
+    assert len(prose.split()) <= 1000
+    named = set(re.findall(r"`((?:charts|losses)/\w+)`", prose))
+    logged = {"losses/aux_loss", "losses/rnd_loss", *scalars(unedited, timed=True)}
+    assert named - {"losses/NAME"} <= logged
+
+
+def test_the_page_names_each_learning_step():
+    (row,) = re.findall(r"^\| (.*) \| `minibatch_step`", PAGE, re.M)
+    own = {path.name for path in ROOT.glob("ppo*.py") if "def adam_state" in path.read_text()}
+    assert set(re.findall(r"`(ppo\w*\.py)`", row)) == own
+
+
+def test_the_script_takes_what_a_sweep_gives():
+    (text,) = re.findall(r"```yaml\n([\s\S]*?)```", PAGE)
+    sweep = yaml.safe_load(text)
+    rate = sweep["parameters"].pop("learning-rate")
+    values = {name: x.get("values", [*x.values()])[0] for name, x in sweep["parameters"].items()}
+    values["learning-rate"] = rate["max"]
+    args = ppo_continuous_action.parse_args([f"--{name}={x}" for name, x in values.items()])
+    assert {name: getattr(args, name.replace("-", "_")) for name in values} == values
+    assert sweep["command"][3:] == ["--track", "${args}"]
+    assert sweep["metric"]["name"] == "charts/episodic_return"
