@@ -31,15 +31,14 @@ def judge(
 ) -> Judgement:
     """Judge B by the scores [seeds] of both on each environment."""
     probability = float(stats.improvement(*b, *a))
-    ends = stats.interval(stats.improvement, [*b, *a], 1 - LEVEL, resamples, seed)
-    low, high = map(float, ends)
+    low, high = stats.interval(stats.improvement, [*b, *a], 1 - LEVEL, resamples, seed)
     p = stats.permutation_test(b, a, resamples, seed)
     verdict = "no evidence"
     if p < LEVEL and low > 0.5:
         verdict = "improved"
     elif p < LEVEL and high < 0.5:
         verdict = "worse"
-    return Judgement(probability, low, high, p, verdict)
+    return Judgement(probability, float(low), float(high), p, verdict)
 
 
 def in_words(a: list[np.ndarray], b: list[np.ndarray], judged: Judgement) -> tuple[str, str]:
@@ -102,15 +101,13 @@ def compare(
     algorithm: tuple[str, str] | None = None,
     env_ids: tuple[str, ...] = (),
 ):
-    """Compare B, the new runs, with A, the old ones.
+    """Compare B, the new runs, with A, the old ones, on environments where both have two finished
+    seeds of one length.
 
     P(B > A) is the probability that a run of B scores above one of A. The verdict is "improved" or
-    "worse" if its 95 % interval excludes 1/2 and a permutation test has p < 0.05. Otherwise it is
-    "no evidence" or, if so many seeds can give none, "too few seeds to tell". An environment takes
-    part if A and B have two finished seeds of one length of training. Each algorithm is tested by
-    itself, so one in twenty seems to have changed without cause. The exit code is 1 if something is
-    worse, if a run of B is not finished, or if B lacks what A has. It is 2 if A and B have nothing
-    in common.
+    "worse" if its 95 % interval excludes 1/2 and a permutation test has p < 0.05. Each algorithm is
+    tested by itself, so one in twenty seems to have changed without cause. The exit code is 1 if
+    something is worse or B lacks what A has, and 2 if there is nothing to compare.
 
     Args:
         a: folder of the old runs.

@@ -190,10 +190,8 @@ def search(folder: Path) -> Iterator[Path]:
 
 
 def find(folders: Iterable[Path]) -> list[Run]:
-    """All runs anywhere under these folders, in order of environment, algorithm and seed.
-
-    Refuses folders without a run, and two runs that claim the same place.
-    """
+    """All runs anywhere under these folders, in order of environment, algorithm and seed. Refuses
+    folders without a run, and two runs that claim the same place."""
     runs = {}
     for place in itertools.chain(*map(search, map(Path, folders))):
         run = read(place)
@@ -210,8 +208,7 @@ def find(folders: Iterable[Path]) -> list[Run]:
 
 def committed(job: dict, results: Path) -> Path:
     """Where a job's run.json goes in `results`; the table goes beside it."""
-    stem = f"{job['variant']}-s{job['seed']}"
-    return results / slug(job["env_id"]) / job["script"] / f"{stem}.json"
+    return results / slug(job["env_id"]) / job["script"] / f"{job['variant']}-s{job['seed']}.json"
 
 
 def commit(run_folder: Path, job: dict, evaluation: list[float], results: Path):
@@ -219,8 +216,7 @@ def commit(run_folder: Path, job: dict, evaluation: list[float], results: Path):
     its run.json, with what `run` knows of it."""
     table = read_table(run_folder / "episodes.csv")
     text = io.StringIO()
-    head = ",".join(COLUMNS)
-    np.savetxt(text, table, fmt="%d,%.0f,%.2f,%d", header=head, comments="")
+    np.savetxt(text, table, "%d,%.0f,%.2f,%d", header=",".join(COLUMNS), comments="")
     info = {"seed": job["seed"]} | with_starts(read_json(run_folder / "run.json"), job)
     info["args"] = {"env_id": job["env_id"]} | (info.get("args") or {})  # if it has no such entry
     if len(table):
@@ -230,8 +226,7 @@ def commit(run_folder: Path, job: dict, evaluation: list[float], results: Path):
     path = committed(job, results)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".pt").unlink(missing_ok=True)  # the policy of an earlier table
-    packed = gzip.compress(text.getvalue().encode(), mtime=0)
-    write_bytes(path.with_suffix(".csv.gz"), packed)
+    write_bytes(path.with_suffix(".csv.gz"), gzip.compress(text.getvalue().encode(), mtime=0))
     write_json(path, info)
 
 

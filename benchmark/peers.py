@@ -113,9 +113,8 @@ def bare(module, args) -> int:
 
 
 def main(argv: list[str]):
-    peers = {"sb3": sb3, "bare": bare}
     module, args = parse(argv[1], argv[2:])
-    steps = peers[argv[0]](module, args)
+    steps = {"sb3": sb3, "bare": bare}[argv[0]](module, args)
     folder = args.run_dir or Path("runs", f"{argv[0]}__{args.seed}")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps({"global_step": steps}))

@@ -165,11 +165,7 @@ def write_json(path: Path, content: dict):
 
 def tail(path: Path, lines: int = 6) -> list[str]:
     """A text file's last lines that hold anything; none if it isn't there."""
-    if not path.exists():
-        return []
-    with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - 20_000))
-        text = file.read().decode(errors="replace")
+    text = path.read_text(errors="replace") if path.exists() else ""
     return [line for line in text.splitlines() if line.strip()][-lines:]
 
 
@@ -195,8 +191,7 @@ def number(value: float | None) -> str:
         return "-"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
-    digits = 1 if abs(value) >= 10 else 2
-    return f"{value:,.{digits}f}"
+    return f"{value:,.1f}" if abs(value) >= 10 else f"{value:,.2f}"
 
 
 def aligned(rows: list[list[str]], left: Iterable[int] = (0,)) -> str:

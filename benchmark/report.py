@@ -98,7 +98,7 @@ def summary(groups: Iterable[Group]) -> list[dict]:
             continue
         notes = ["runs of other lengths apart"] if member.mixed else []
         if 1 < len(scores) < ENOUGH:
-            notes.append(f"{len(scores)} seeds: the interval is too narrow")
+            notes.append(f"{len(scores)} seeds: too narrow an interval")
         row = {"env_id": member.env_id, "algorithm": member.algorithm, "budget": member.budget}
         row |= {"metric": metric, "runs": len(member.runs), "seeds": len(scores)}
         row |= {"mean": np.mean(scores), "median": np.median(scores)}
@@ -219,8 +219,7 @@ def save(figure, looks: dict[str, dict], output: Path, name: str, svg: bool = Tr
 
 def band(*lines: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]:
     """A grid, the IQM on it and the ends of its interval, each [POINTS], from seeds' curves (x, y)
-    on each environment. The grid begins where all have 20 episodes, and ends where the first one
-    ends."""
+    on each environment: from where all have 20 episodes to where the first one ends."""
     every = [line for own in lines for line in own]
     start = max(x[min(len(x), 20) - 1] for x, _ in every)
     grid = np.linspace(start, max(start, min(x[-1] for x, _ in every)), POINTS)
@@ -237,9 +236,8 @@ def plot_band(axis, look: dict, *lines: list[tuple[np.ndarray, np.ndarray]]):
 
 
 def plot_curves(axes, groups: list[Group], by: Literal["steps", "time"], looks: dict):
-    """Draw learning curves, an environment on each of the axes, in the order of the groups. `looks`
-    has the style of each algorithm's lines. Thin lines are single seeds: where there are fewer than
-    three, and where a run is not finished."""
+    """Draw learning curves, an environment on each of the axes, in the order of the groups. Thin
+    lines are single seeds: where there are fewer than three, and where a run is not finished."""
     from matplotlib.ticker import EngFormatter
 
     longest = max(max(run.seconds[-1:], default=0) for own in groups for run in own.runs)
@@ -278,8 +276,9 @@ def plot_profile(axis, algorithms: dict, metric: str, scales: dict, looks: dict)
         above = [(x > taus[:, None]).astype(float) for x in own]  # environments weigh the same
         low, high = stats.interval(stats.mean, above, resamples=1000)
         axis.step(taus, stats.mean(*above), **looks[name], linewidth=1.8, where="post")
-        colour = looks[name]["color"]
-        axis.fill_between(taus, low, high, color=colour, alpha=0.18, linewidth=0, step="post")
+        axis.fill_between(
+            taus, low, high, color=looks[name]["color"], alpha=0.18, lw=0, step="post"
+        )
     axis.set(xlabel="normalised score τ", ylim=(-0.02, 1.02))
 
 
@@ -289,7 +288,7 @@ HEAD = """<!doctype html>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 16px }
 table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto }
 th, td { padding: 3px 10px; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd }
-td:not(:last-child) { white-space: nowrap }
+td { white-space: nowrap }
 p { overflow-x: auto }
 img { width: 100%; min-width: 640px }
 </style></head>
@@ -314,7 +313,9 @@ def write_csv(path: Path, rows: list[dict]):
         table = csv.writer(file, lineterminator="\n")
         table.writerow(rows[0])
         for row in rows:
-            table.writerow(f"{x:.6g}" if isinstance(x, float) else x for x in row.values())
+            table.writerow(
+                f"{x:.6g}".replace("nan", "") if isinstance(x, float) else x for x in row.values()
+            )
 
 
 CURVES = f"""Thick lines are the IQM over finished seeds, as far as all of them got, with a
@@ -340,9 +341,7 @@ def report(
     scales: Path = data.SCALES,
 ):
     """Write report.md, index.html (one page that opens offline), runs.csv, summary.csv and figures.
-
-    The exit code is 1 if a run can't be read, is not finished or has no score. Everything is
-    written before.
+    The exit code is 1 if a run can't be read, is not finished or has no score.
 
     Args:
         folders: folders with runs: those of `run`, run folders, committed results.
@@ -352,9 +351,7 @@ def report(
         env_ids: environments to report (default: all).
         scales: table of env_id, low, high, source: the returns that count as 0 and as 1.
     """
-    runs = data.find(folders)
-    for name, wanted in (("env_id", env_ids), ("algorithm", algorithms)):
-        runs = only(runs, name, wanted)
+    runs = only(only(data.find(folders), "env_id", env_ids), "algorithm", algorithms)
     groups = group(runs)
     if not groups:
         refuse(f"no run that can be read: {runs[0].reason}")
@@ -384,12 +381,12 @@ def report(
     for name, words in METRICS.items():
         if own := [row for row in scores if row["metric"] == name]:
             parts += [f"## Scores: {name}", f"Of each run: {words}. Over seeds:", listed(own)]
-    parts.append("## Learning curves")
+    parts += ["## Learning curves", CURVES]
     for by in ("steps", "time"):
         figure, axes = panels(len(shown))
         plot_curves(axes, groups, by, looks)
         save(figure, looks, output, f"curves_{by}")
-        parts.append(f"![curves_{by}](curves_{by}.png)\n\n{CURVES}")
+        parts.append(f"![curves_{by}](curves_{by}.png)")
     if shared:
         parts += [f"## Over environments: {metric}", across(algorithms, metric, ends)]
         figure, (axis,) = panels(1)
@@ -407,9 +404,6 @@ def report(
     (output / "report.md").write_text(page, encoding="utf-8")
     (output / "index.html").write_text(webpage(page, output), encoding="utf-8")
     print(f"{len(runs)} runs: {output / 'index.html'}")
-    for run in runs:
-        if run.status == "unreadable":
-            print(f"left out, as it can't be read: {run.reason}")
     if bad:
         print(f"{len(bad)} of {len(runs)} runs have no score, see the report", file=sys.stderr)
         raise SystemExit(1)

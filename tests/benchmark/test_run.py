@@ -208,7 +208,8 @@ def test_a_program_that_is_not_ours_and_what_it_says_of_itself(toy):
         "'git_commit': 'mine', 'hardware': 'a TPU', 'versions': {'jax': '1'}}"
     )
     command = "python other.py {env_id} {seed} {run_dir}"
-    bench(command=command, num_seeds=1, results=Path("kept"))
+    done = bench(command=command, num_seeds=1, results=Path("kept"), keep_policies=True)
+    assert "its policy is not kept" in done.stdout
     for folder in ("runs", "kept"):
         (found,) = data.find([Path(folder)])
         assert (found.commit, found.cpu, found.returns.tolist()) == ("mine", "a TPU", [7])
