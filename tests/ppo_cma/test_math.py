@@ -28,12 +28,6 @@ def make_agent(obs_dim=1, low=(-1.0,), high=(1.0,), **flags) -> tuple[Agent, Arg
 
 
 # --- first weights and actions --------------------------------------------------------------------
-def test_the_deviation_is_a_sigmoid_between_floor_and_full_range():
-    cases = (1.0, 0.0, 0.141421), (2.0, 2.033902, 2.0), (1.0, 50.0, 2.0), (1.0, -50.0, 0.01)
-    for half_range, raw, sigma in cases:
-        agent, _ = make_agent(low=[-half_range], high=[half_range])
-        agent.var_net.forward = lambda x, raw=raw: torch.full((*x.shape[:-1], 1), raw)
-        assert (0.5 * agent.logvar(torch.zeros(1))).exp().item() == pytest.approx(sigma, rel=2e-5)
 
 
 @pytest.mark.parametrize("net", ["mean_net", "critic"])
@@ -114,8 +108,6 @@ def test_later_ones_are_the_networks_and_the_critic_sees_the_time(mode):
     torch.testing.assert_close(entropy, normal.entropy().sum(-1))
     late = agent.get_action_and_value(tensor[:6], action, 200 * torch.arange(6))[3]
     assert ((late - value).abs() > 1e-4).tolist() == [False] + [True] * 5
-    no_future, _ = make_agent(5, gamma=0.0)
-    assert (no_future.critic_inputs(tensor, 500)[:, 5] == 0).all()
     agent.mean = lambda obs: 0.5 + 0.0 * obs[:, :2]
     with pytest.raises(RuntimeError, match="another policy"):
         ppo_cma.check_actor(agent, obs)
@@ -156,6 +148,16 @@ def test_losses_and_gradients(kind):
     moved, still = (logvar, mean) if kind == "variance" else (mean, logvar)
     torch.testing.assert_close(moved.grad, expected, atol=1e-5, rtol=1e-4)
     assert still.grad is None
+
+
+def test_history_is_sampled_by_iteration_then_uniformly_within():
+    generator = torch.Generator().manual_seed(0)
+    index = ppo_cma.history_minibatches([10, 1000], (200, 500), generator)
+    counts = np.bincount(index.flatten().numpy(), minlength=1010)
+    assert abs(counts[:10].sum() - 50_000) < 4 * 25_000**0.5
+    for part, bound in ((counts[:10], 27.9), (counts[10:], 1142)):  # p = 0.999
+        expected = part.sum() / len(part)
+        assert ((part - expected) ** 2 / expected).sum() < bound
 
 
 # --- the two-dimensional quadratic ----------------------------------------------------------------

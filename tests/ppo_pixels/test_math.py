@@ -220,10 +220,6 @@ def test_atari_shows_the_brighter_of_two_frames_and_counts_every_reward():
     assert brighter > 10
     env.close()
     envs.close()
-    flags = {"frame_stack": 2, "resize": "42x50", "action_repeat": 1}
-    other = ppo_pixels.make_envs(Args(env_id="ale_py:ALE/Pong-v5", **flags), 1, {})
-    assert other.obs["obs"].shape == (1, 42, 50, 2)
-    other.close()
 
 
 # --- runs -----------------------------------------------------------------------------------------
