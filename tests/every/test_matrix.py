@@ -602,9 +602,7 @@ def test_without_a_compiler_one_line_and_on(script, tmp_path, monkeypatch, capfd
     assert "Traceback" not in printed.err
 
 
-ALONE = [
-    pytest.param(x, marks=[pytest.mark.slow] * (x != "ppo_continuous_action")) for x in PARALLEL
-]
+ALONE = [pytest.param(x, marks=[pytest.mark.slow] * (x != "ppo_lstm")) for x in PARALLEL]
 
 
 @pytest.mark.parametrize("script", ALONE)
