@@ -80,8 +80,8 @@ def test_numbers_of_any_size_are_compared_in_their_own_unit():
     """The means of ppo_kl_adaptive.py, which scales nothing, may be a million."""
     script = importlib.import_module("ppo_kl_adaptive")
     agent = script.Agent(toys.Walk(), script.Args())
-    torch.nn.init.constant_(agent.actor[-1].bias, 1e6 / 3)
-    obs, time = np.zeros((8, 3), np.float32), np.zeros(8)
+    torch.nn.init.normal_(agent.actor[-1].weight, std=1e6)
+    obs, time = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32), np.zeros(8)
     script.check_actor(agent, script.numpy_actor(agent), obs, time)
     other = script.numpy_actor(agent)
     with pytest.raises(RuntimeError, match="another policy"):
