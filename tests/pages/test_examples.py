@@ -38,7 +38,7 @@ def snippets(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
 
 
-CLONE, WATCH = snippets(COMING)
+(WATCH,) = snippets(COMING)
 (LOOP,) = snippets((ROOT / "docs" / "ppo_cma.md").read_text())
 
 
@@ -82,32 +82,6 @@ def start(snippet: str, script, flags: str) -> dict:
 
 
 # --- coming_from.md -------------------------------------------------------------------------------
-def test_a_clone_acts_like_its_teacher(place):
-    """A teacher that brakes in time, in 20 episodes."""
-    envs = ppo_continuous_action.make_envs(ppo_continuous_action.Args(env_id="Reach-v0"), 1, {})
-    rows = []
-    while envs.episode_numbers[0] < 20:
-        position, velocity, goal = envs.obs[0]
-        action = np.clip([20 * (goal - position) - 8 * velocity], -2, 2)
-        if not envs.autoreset[0]:
-            rows.append((envs.obs[0].copy(), action))
-        envs.step(action[None])
-    obs, actions = map(np.array, zip(*rows, strict=True))
-    np.savez("demos.npz", obs=obs[:800], actions=actions[:800])
-    errors, returns = {}, {}
-    for steps in (2000, 0):
-        snippet = CLONE.replace("(2000, 64)", f"({steps}, 64)")
-        flags = f"--learning-rate 1e-9 --run-dir {steps}"  # which leaves the clone as it is
-        cloned = start(snippet, ppo_continuous_action, flags)["Cloned"]
-        torch.manual_seed(1)
-        agent = cloned(ppo_continuous_action.make_env("Reach-v0"))
-        errors[steps] = np.abs(agent.act(obs[800:]) - actions[800:]).mean()
-        table = np.loadtxt(f"{steps}/episodes.csv", delimiter=",", skiprows=1)
-        returns[steps] = table[:, 2].mean()
-    assert errors[2000] < 0.05 < 0.2 < errors[0]
-    assert returns[2000] > 40 > 25 > returns[0]  # with exploration
-
-
 @ALL
 def test_evaluating_while_it_trains(script, place, capsys):
     flags = "--checkpoint-interval 1 --eval-episodes 2 --run-dir"
