@@ -151,13 +151,6 @@ def test_a_policy_that_plays_fewer_episodes_than_asked_for_fails(toy):
     assert "3 of 20 episodes were played" in done.stdout
 
 
-def test_more_episodes_are_played_without_training_again(toy):
-    bench(num_seeds=1, eval_episodes=2)
-    bench(num_seeds=1, eval_episodes=4)
-    assert data.read(folder_of(1)).evaluation.tolist() == played(1, 4)
-    assert len(lines("starts.txt")) == 1
-
-
 def test_dry_run(toy):
     done = bench(dry_run=True, variant="fast")
     assert done.stdout.splitlines() == [

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from harness import ROOT, digest, ended, refused
 from stable_baselines3.common.vec_env import VecNormalize, unwrap_vec_normalize
 
@@ -112,8 +111,6 @@ def test_whole_runs_with_a_cold_and_a_warm_cache():
     assert 0.3 < own < 0.6
     assert middle["ours", "cold"] - own == pytest.approx(1, abs=0.15)
     assert middle["theirs", "warm"] - own == pytest.approx(0.5, abs=0.15)
-    walls = {x["program"]: x["wall_seconds"] for x in rows if x["run"] == "warm"}
-    assert walls["ours"] > own + 0.1  # its sleep counts by the clock
     ratio = np.median(np.divide(cpu["theirs", "warm"], cpu["ours", "warm"]))
     (shown,) = re.findall(r"theirs / ours +warm +.*\) +(\S+) \(.*\)\n", output)
     assert float(shown) == pytest.approx(ratio, abs=0.006)
@@ -133,14 +130,6 @@ def test_what_fails_ends_it_with_its_log():
     ):
         assert says in measured(f"python toy.py {flags}", code=1).stderr
         assert not TABLE.exists()
-
-
-def test_vary():
-    measured("python toy.py", vary="cost 1e-4 3e-4", rounds=1)
-    rows = data.read_csv(TABLE)
-    assert [row.pop("cost") for row in rows] == 3 * [1e-4] + 3 * [3e-4]
-    rates = [summary(part)["toy"].cpu_rates[0] for part in (rows[:3], rows[3:])]
-    assert rates == pytest.approx([1e4, 1e4 / 3], rel=0.15)
 
 
 def test_wrong_input_is_one_line():
@@ -183,7 +172,6 @@ def parsed(script: str, flags: str):
 
 
 SB3 = [
-    ("ppo", "--env-id CartPole-v1"),
     ("ppo", "--num-envs 3 --num-steps 50 --num-minibatches 7 --target-kl 0.03 --no-norm-adv"),
     ("ppo_continuous_action", "--env-id Pendulum-v1 --no-cuda --no-anneal-lr --clip-vloss"),
     (
@@ -233,8 +221,6 @@ def test_sb3_has_our_hyper_parameters(script, flags):
         assert (model.action_space.high == limit).all()
     else:
         assert not isinstance(model.env, VecNormalize)
-    kinds = {type(m) for m in model.policy.modules() if "activation" in type(m).__module__}
-    assert kinds == {torch.nn.Tanh}
     model.env.close()
 
 

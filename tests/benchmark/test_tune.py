@@ -10,7 +10,7 @@ import pytest
 from harness import background, ended, lines, refused, table, told, wait_for
 
 from benchmark import data
-from benchmark.tune import flag, tune
+from benchmark.tune import dimension, flag, tune
 
 RUNS = Path("study/Toy-v0/toy")
 FLAGS = {"search": ["x float -1 1"], "env_ids": ["Toy-v0"], "study": Path("study"), "num_seeds": 2}
@@ -150,13 +150,12 @@ def test_score_is_scaled_and_averaged_over_environments():
 
 
 def test_flags_of_every_kind():
-    tuned(search=["x log 0.1 0.2", "lr int 2 3", "kind choice a b", "ok flag"], trials=4)
-    for row in table("study/trials.csv"):
-        assert 0.1 <= float(row["x"]) <= 0.2
-        assert (row["lr"] in "23", row["kind"] in "ab") == (True, True)
-    commands = "".join(told(path)["command"] for path in Path("study").rglob("job.json"))
-    assert commands.count("--ok") + commands.count("--no-ok") == 8
     assert flag("logvar", -1e-5) == "--logvar=-1e-05"  # one word: no flag called -1e-05
+    assert [flag("anneal-lr", on) for on in (True, False)] == ["--anneal-lr", "--no-anneal-lr"]
+    kinds = {"log 1e-5 1e-2": "Float", "int 2 10": "Int", "choice 4 8": "Categorical", "flag": "C"}
+    for text, kind in kinds.items():
+        name, values = dimension(f"--lr {text}")
+        assert (name, type(values).__name__.startswith(kind)) == ("lr", True)
 
 
 def test_wrong_input_is_one_line():
