@@ -219,9 +219,9 @@ def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float)
     """Generalized advantage estimate (Schulman et al. 2016, eq. 16), numpy arrays over time:
     rewards, terminated, truncated and the result [T, ...], values [T + 1, ...]."""
     advantages = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
-    ended = np.logical_or(terminated, truncated)
+    keep = gamma * gae_lambda * ~np.logical_or(terminated, truncated)
     for t in reversed(range(len(advantages) - 1)):
-        advantages[t] += np.where(ended[t], 0.0, gamma * gae_lambda * advantages[t + 1])
+        advantages[t] += keep[t] * advantages[t + 1]
     return advantages
 
 
@@ -268,7 +268,7 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch):
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
     metrics = {"value_loss": value_loss, "policy_loss": policy_loss, "entropy": entropy}
     metrics |= {"old_approx_kl": -logratio.mean(), "approx_kl": (ratio - 1.0 - logratio).mean()}
-    return loss, metrics | {"clipfrac": ((ratio - 1.0).abs() > args.clip_coef).float().mean()}
+    return loss, metrics | {"clipfrac": (ratio != clipped).float().mean()}
 
 
 def adam_state(agent: Agent) -> dict[str, torch.Tensor]:

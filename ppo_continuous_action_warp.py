@@ -265,7 +265,7 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch):
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
     metrics = {"value_loss": value_loss, "policy_loss": policy_loss, "entropy": entropy}
     metrics |= {"old_approx_kl": -logratio.mean(), "approx_kl": (ratio - 1.0 - logratio).mean()}
-    return loss, metrics | {"clipfrac": ((ratio - 1.0).abs() > args.clip_coef).float().mean()}
+    return loss, metrics | {"clipfrac": (ratio != clipped).float().mean()}
 
 
 def adam_state(agent: Agent) -> dict[str, torch.Tensor]:

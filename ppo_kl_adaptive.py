@@ -255,9 +255,9 @@ def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float)
     """Generalized advantage estimate (Schulman et al. 2016, eq. 16), numpy arrays over time:
     rewards, terminated, truncated and the result [T, ...], values [T + 1, ...]."""
     advantages = rewards + gamma * values[1:] * (1.0 - terminated) - values[:-1]
-    ended = np.logical_or(terminated, truncated)
+    keep = gamma * gae_lambda * ~np.logical_or(terminated, truncated)
     for t in reversed(range(len(advantages) - 1)):
-        advantages[t] += np.where(ended[t], 0.0, gamma * gae_lambda * advantages[t + 1])
+        advantages[t] += keep[t] * advantages[t + 1]
     return advantages
 
 

@@ -382,7 +382,7 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch):
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
     metrics = {"value_loss": value_loss, "policy_loss": policy_loss, "entropy": entropy}
     metrics |= {"old_approx_kl": -mean(logratio), "approx_kl": mean(ratio - 1.0 - logratio)}
-    return loss, metrics | {"clipfrac": mean(((ratio - 1.0).abs() > args.clip_coef).float())}
+    return loss, metrics | {"clipfrac": mean((ratio != clipped).float())}
 
 
 def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
