@@ -559,7 +559,7 @@ class Envs:
         self.episode_numbers[i] = number
         self.autoreset[i] = False
         seed = episode_seed(self.args.seed, self.indices[i], number)
-        self.rows[i] = self.with_mask(self.envs[i], *self.envs[i].reset(seed=seed % 2**31))
+        self.rows[i] = self.with_mask(self.envs[i], *self.envs[i].reset(seed=seed))
 
     def play(self, i: int, action: np.ndarray):
         """One step of an environment: reward, terminated, truncated."""

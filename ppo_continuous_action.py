@@ -592,7 +592,7 @@ class Envs:
         """Begin an environment's episode of this number."""
         self.episode_numbers[i] = number
         seed = episode_seed(self.args.seed, self.indices[i], number)
-        obs, _ = self.envs[i].reset(seed=seed % 2**31)
+        obs, _ = self.envs[i].reset(seed=seed)
         self.obs[i] = np.reshape(obs, self.observation_space.shape)  # no other shape is broadcast
 
     def step(self, actions: np.ndarray):

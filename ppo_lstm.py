@@ -898,7 +898,7 @@ class Envs:
         self.episode_numbers[i] = number
         self.autoreset[i] = False
         seed = episode_seed(self.args.seed, self.indices[i], number)
-        raw, info = self.envs[i].reset(seed=seed % 2**31)
+        raw, info = self.envs[i].reset(seed=seed)
         self.rows[i] = self.codec.read(raw, mask=find_mask(self.envs[i], info))
 
     def play(self, i: int, row: np.ndarray) -> tuple[float, bool, bool]:

@@ -761,7 +761,8 @@ class Envs:
         self.lengths[i] = 0
         self.autoreset[i] = False
         seed = episode_seed(self.args.seed, self.indices[i], number)
-        observations, infos = self.envs[i].reset(seed=seed % 2**31)
+        limit = 2**31 if self.takes_turns else 2**32  # OpenSpiel's seeds
+        observations, infos = self.envs[i].reset(seed=seed % limit)
         self.rows[i] = self.read(i, observations, infos, self.envs[i].agents)
 
     def play(self, i: int, actions: np.ndarray):
@@ -796,15 +797,14 @@ class Envs:
     def read(self, i: int, observations: dict, infos: dict, living) -> np.ndarray:
         """An environment's rows [A, W], as the Agent describes them, when these agents live."""
         roles = self.roles
-        # the others wait
-        mover = self.envs[i].aec_env.agent_selection if self.takes_turns else None
+        waits_for = self.envs[i].aec_env.agent_selection if self.takes_turns else None
         rows = np.zeros((len(roles.names), roles.width), roles.dtype)
         rows[:, roles.dim : roles.mask] = roles.ids
         for k, name in enumerate(roles.names):
             if name in observations:
                 rows[k] = roles.row(name, observations[name], (infos or {}).get(name) or {})
                 valid = rows[k, roles.mask : roles.there]
-                if name not in living or mover not in (None, name):
+                if name not in living or waits_for not in (None, name):
                     valid[:] = 0.0
                 rows[k, roles.there + 1] = name in living and not valid.any()
         if self.lengths[i]:  # the images before, and one that is new

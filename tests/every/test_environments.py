@@ -218,24 +218,6 @@ def test_a_simulator_may_go_to_its_own_folder(script, tmp_path, monkeypatch):
         assert len(evaluate(script, folder.relative_to(tmp_path / "work"))) == 3
 
 
-@pytest.mark.parametrize("script", PARALLEL)
-def test_seeds_have_31_bits(script, tmp_path, monkeypatch):
-    """Some take an int32. Smaller ones are as they were."""
-    module = importlib.import_module(script)
-    drawn, told, episode_seed = [], [], module.episode_seed
-    monkeypatch.setattr(
-        module, "episode_seed", lambda *k: drawn.append(episode_seed(*k)) or drawn[-1]
-    )
-    for kind in (toys.Walk, toys.Group):
-        reset = kind.reset
-        monkeypatch.setattr(
-            kind, "reset", lambda env, seed, f=reset, **more: told.append(seed) or f(env, seed=seed)
-        )
-    train(script, tmp_path / "run")
-    assert max(told) < 2**31 < max(drawn)
-    assert {seed for seed in drawn[2:] if seed < 2**31} <= {*told}
-
-
 @pytest.mark.parametrize("script", ["ppo_pixels", "ppo_lstm", "ppo_atari_multigpu"])
 def test_no_default_takes_more_threads_than_allowed(script, tmp_path, monkeypatch):
     module, taken = importlib.import_module(script), []
