@@ -910,8 +910,8 @@ def evaluate(args: Args) -> list[float]:
     options = json.loads(args.env_kwargs)
     if args.capture_video:
         options["render_mode"] = "rgb_array"
-    seed = episode_seed(args.seed, 2**31)
-    args = replace(args, seed=seed, env_kwargs=json.dumps(options))
+        os.environ.setdefault("MUJOCO_GL", "egl" if sys.platform == "linux" else "glfw")
+    args = replace(args, seed=episode_seed(args.seed, 2**31), env_kwargs=json.dumps(options))
     for name in ("sampled", "eval"):
         envs = make_envs(args, 1, {})
         if args.capture_video and name == "eval":

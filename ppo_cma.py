@@ -908,6 +908,8 @@ def evaluate(args: Args) -> list[float]:
         envs.indices = [2**31]  # other seeds than in training
         if args.capture_video and name == "eval":
             env = envs.envs[0]
+            if hasattr(env.unwrapped, "mujoco_renderer"):  # its camera follows the robot
+                env.unwrapped.mujoco_renderer.camera_id = 0 if env.unwrapped.model.ncam else -1
             envs.envs[0] = gym.wrappers.RecordVideo(env, f"{folder}/videos", lambda k: k == 0)
         envs.begin(0, number=0)
         returns = []

@@ -954,12 +954,13 @@ def evaluate(args: Args) -> list[float]:
     if args.capture_video:
         options["render_mode"] = "rgb_array"
         os.environ.setdefault("MUJOCO_GL", "egl" if sys.platform == "linux" else "glfw")
-    seed = episode_seed(args.seed, 2**31)
-    args = replace(args, seed=seed, env_kwargs=json.dumps(options))
+    args = replace(args, seed=episode_seed(args.seed, 2**31), env_kwargs=json.dumps(options))
     for name in ("sampled", "eval"):
         envs = make_envs(args, 1, {})
         if args.capture_video and name == "eval":
             env = envs.envs[0]
+            if hasattr(env.unwrapped, "mujoco_renderer"):  # its camera follows the robot
+                env.unwrapped.mujoco_renderer.camera_id = 0 if env.unwrapped.model.ncam else -1
             envs.envs[0] = gym.wrappers.RecordVideo(env, f"{folder}/videos", lambda k: k == 0)
             envs.begin(0, number=0)
         returns = []
