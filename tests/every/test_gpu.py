@@ -23,10 +23,7 @@ FLAGS = {
 STEPS = {"ppo_kl_adaptive": 400, "ppo_cma": 400}  # of two iterations; the others: 256
 EVALUATED = {"ppo", "ppo_continuous_action", "ppo_pixels", "ppo_pettingzoo"}  # the others take long
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
 
 
 def first_losses(folder) -> dict[str, float]:
