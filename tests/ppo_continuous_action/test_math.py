@@ -1,6 +1,5 @@
-"""ppo.py and ppo_continuous_action.py: policies by their formulas, an update beside
-Stable-Baselines3's, RPO, compilation, learning. Updates with all their cases are in
-algorithms/test_vectors.py."""
+"""ppo.py and ppo_continuous_action.py: policies by their formulas, RPO, compilation,
+learning. Updates with all their cases are in algorithms/test_vectors.py."""
 
 import copy
 import dataclasses
@@ -8,16 +7,13 @@ import importlib
 import math
 from types import SimpleNamespace
 
-import gymnasium as gym
 import numpy as np
 import pytest
-import stable_baselines3
 import torch
 from common import make
 from gymnasium import spaces
 from program import rows
 from scripts import train
-from stable_baselines3.common.logger import Logger
 from torch import nn
 
 import ppo
@@ -38,13 +34,13 @@ def set_up(script, action_space=None, **flags):
     return make(script.__name__, SEEN, action_space or usual, **flags)[1:]
 
 
-def random_rollout(script, T, N, ends=0.0):
+def random_rollout(script, T, N):
     rng = np.random.default_rng(0)
     obs = rng.normal(size=(T + 1, N, 3)).astype(np.float32)
     actions = rng.integers(0, 3, (T, N, 1))
     if script is ppo_continuous_action:
         actions = rng.normal(size=(T, N, 2)).astype(np.float32)
-    flags = rng.random((T, N)) < ends, np.zeros((T, N), bool), np.ones((T, N), bool)
+    flags = np.zeros((T, N), bool), np.zeros((T, N), bool), np.ones((T, N), bool)
     return script.Rollout(obs, actions, rng.normal(size=(T, N)), *flags)
 
 
@@ -207,73 +203,6 @@ def test_no_sample_is_alone_in_a_minibatch(script):
         assert max(lengths) - min(lengths) <= 1 and min(lengths) >= 2
 
 
-@both
-@pytest.mark.parametrize("ent_coef", [0.0, 0.01])
-def test_one_update_is_stable_baselines3s(script, ent_coef, monkeypatch):
-    """From the same weights and stored rollout, in the same index order, all epochs and minibatches
-    leave the same parameters."""
-    T, N = 64, 4
-    args, agent = set_up(
-        script, num_envs=N, num_steps=T, num_minibatches=8, update_epochs=10, clip_vloss=False,
-        ent_coef=ent_coef, max_grad_norm=0.1, target_kl=None, learning_rate=3e-4,
-    )  # fmt: skip
-    spaces_ = {"observation_space": SEEN}
-    spaces_["action_space"] = spaces.Discrete(3) if script is ppo else spaces.Box(-1, 1, (2,))
-    Env = type("Env", (gym.Env,), spaces_)
-    data = random_rollout(script, T, N, ends=0.05)
-    if script is ppo_continuous_action:  # an identity
-        agent.obs_moments.count.fill_(1e-9)
-
-    model = stable_baselines3.PPO(
-        "MlpPolicy", stable_baselines3.common.vec_env.DummyVecEnv([Env] * N), learning_rate=3e-4,
-        n_steps=T, batch_size=T * N // 8, n_epochs=10, gamma=args.gamma, gae_lambda=args.gae_lambda,
-        clip_range=args.clip_coef, ent_coef=ent_coef, max_grad_norm=args.max_grad_norm,
-        device="cpu", vf_coef=args.vf_coef / 2,  # SB3's squared error has no 1/2
-        policy_kwargs={"net_arch": [64, 64]},
-    )  # fmt: skip
-    model.set_logger(Logger(None, []))
-    extractor, policy = model.policy.mlp_extractor, model.policy
-    ours = [*actor(agent)[::2], *agent.critic[::2]]
-    theirs = [*extractor.policy_net[::2], policy.action_net]
-    theirs += [*extractor.value_net[::2], policy.value_net]
-    for mine, sb3 in zip(ours, theirs, strict=True):
-        sb3.load_state_dict(mine.state_dict())
-    if script is ppo_continuous_action:
-        policy.log_std.data.copy_(agent.actor_logstd)
-
-    # the rollout as SB3 stores it: a start flag where the step before ended an episode
-    starts = np.zeros(N, bool)
-    with torch.no_grad():
-        for t in range(T):
-            obs, acts = torch.tensor(data.obs[t]), torch.tensor(data.actions[t])
-            chosen = acts.squeeze(-1) if script is ppo else acts
-            values, logprobs, _ = policy.evaluate_actions(obs, chosen)
-            stored = data.obs[t], data.actions[t], data.rewards[t], starts, values, logprobs
-            model.rollout_buffer.add(*stored)
-            starts = data.terminated[t]
-        last = policy.predict_values(torch.tensor(data.obs[T]))
-    model.rollout_buffer.compute_returns_and_advantage(last, dones=starts)
-
-    orders = [np.random.default_rng(k).permutation(T * N) for k in range(10)]
-    sb3s = iter(orders)  # environment after environment there, step after step here
-    monkeypatch.setattr(np.random, "permutation", lambda size: next(sb3s))
-    mine = iter([(order % T) * N + order // T for order in orders])
-    agent.rng = SimpleNamespace(permutation=lambda rows: next(mine))
-    before = nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
-    model._current_progress_remaining = 1.0
-    model.train()
-    metrics = script.update(agent, data, args)
-
-    assert metrics["losses/grad_norm"] > 2 * args.max_grad_norm
-    after = nn.utils.parameters_to_vector(agent.parameters())
-    assert (after - before).abs().max() > 5e-3  # 80 steps went somewhere
-    for mine, sb3 in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.weight, sb3.weight, atol=2e-5, rtol=1e-3)
-        torch.testing.assert_close(mine.bias, sb3.bias, atol=2e-5, rtol=1e-3)
-    if script is ppo_continuous_action:
-        torch.testing.assert_close(agent.actor_logstd, policy.log_std, atol=2e-5, rtol=1e-3)
-
-
 # --- --rpo-alpha ----------------------------------------------------------------------------------
 def test_noise_shifts_the_means_once_an_epoch():
     """Uniform, of the actions' unit. Without an alpha nothing is drawn."""
@@ -306,8 +235,6 @@ def test_noise_shifts_the_means_once_an_epoch():
 
 
 # --- compilation ----------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @both
 def test_compiled_steps_follow_every_number_of_args(script):

@@ -1,5 +1,5 @@
 """ppo_lstm.py: the memory's state where episodes begin and end, acting with it, going on with it.
-What it shares with ppo_pixels.py is tested there, an update in algorithms/test_lstm.py."""
+What it shares with ppo_pixels.py is tested there, an update in algorithms/test_mixed.py."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
 """ppo_pixels.py: spaces, networks, distributions, weights of older runs, EnvPool's games, saved
-policies. Its updates are in algorithms/test_pixels.py."""
+policies. Its updates are in algorithms/test_mixed.py."""
 
 import itertools
 from pathlib import Path
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from program import Toy, assert_same, rows, scalars, train_until_killed
+from program import Toy, assert_same, rows, scalars
 
 import ppo_lstm
 import ppo_pixels
@@ -267,21 +267,6 @@ def train(folder: Path, flags: str = "", env_id: str = KINDS) -> Path:
 
 def checkpoint(folder: Path) -> dict:
     return torch.load(folder / "checkpoint.pt", weights_only=True)
-
-
-def test_a_run_cut_off_goes_on_to_the_same_bits(tmp_path):
-    """With a stack of frames and actions that are held."""
-    more = "--frame-stack 2 --grayscale --action-repeat 2 --resize 16x16 --checkpoint-interval 2"
-    flags = f"--env-id {KINDS} {SMALL} {more} --total-timesteps 160"
-    ppo_pixels.train(ppo_pixels.parse_args(f"{flags} --run-dir {tmp_path / 'whole'}".split()))
-    argv = f"{flags} --run-dir {tmp_path / 'killed'}".split()
-    assert train_until_killed("ppo_pixels", "update", 4, argv) == -9
-    ppo_pixels.train(ppo_pixels.parse_args(["--resume", str(tmp_path / "killed")]))
-    a, b = (checkpoint(tmp_path / name) for name in ("whole", "killed"))
-    assert a["iteration"] == 5
-    assert_same(*[{name: x[name] for name in ("agent", "adam", "rng")} for x in (a, b)])
-    assert rows(tmp_path / "whole") == rows(tmp_path / "killed")
-    assert len(rows(tmp_path / "whole")) > 8
 
 
 # --- EnvPool --------------------------------------------------------------------------------------
