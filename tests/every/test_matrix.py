@@ -316,8 +316,6 @@ def test_videos(script, tmp_path):
 
 
 # --- what is broken -------------------------------------------------------------------------------
-
-
 def spoilt(result, fault: str):
     """What a step gives, with an observation or a reward that is no number."""
     obs, rewards, *rest = result

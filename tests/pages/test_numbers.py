@@ -44,8 +44,6 @@ def test_training_returns_are_of_the_last_100_episodes():
 
 
 # --- from a number to its rows --------------------------------------------------------------------
-
-
 def expanded(pattern: str) -> list[Path]:
     """The files that a shell makes of a field of INDEX.csv."""
     command = ["bash", "-c", f"printf '%s\\n' {pattern}"]

@@ -28,8 +28,6 @@ def make_agent(obs_dim=1, low=(-1.0,), high=(1.0,), **flags) -> tuple[Agent, Arg
 
 
 # --- first weights and actions --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("net", ["mean_net", "critic"])
 def test_unit_rows_and_centred_pre_activations(net):
     agent, _ = make_agent(11, [-1] * 3, [1] * 3)
@@ -114,8 +112,6 @@ def test_later_ones_are_the_networks_and_the_critic_sees_the_time(mode):
 
 
 # --- golden numbers -------------------------------------------------------------------------------
-
-
 SIGMA = torch.tensor([[0.5, 0.8], [0.4, 0.3], [0.6, 0.9]])
 ACTIONS = torch.tensor([[0.5, -0.2], [-0.3, 0.9], [0.1, 0.4]])
 GAINS = torch.tensor([1.5, -0.8, 0.3])

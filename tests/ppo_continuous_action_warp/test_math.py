@@ -82,8 +82,6 @@ def test_pendulum_starts_and_ends_as_gymnasiums():
 
 
 # --- learning -------------------------------------------------------------------------------------
-
-
 def test_the_learning_rate_stays_within_its_bounds():
     for kl, before, after in ((0.03, 3e-4, 2e-4), (1.0, 1.2e-5, 1e-5), (0.0, 9e-3, 1e-2)):
         rate = torch.tensor(before)

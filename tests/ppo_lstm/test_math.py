@@ -50,8 +50,6 @@ def parse(flags: str = "") -> Args:
 
 
 # --- the memory -----------------------------------------------------------------------------------
-
-
 def test_what_is_made():
     """The kinds, their sizes and initial weights (Huang et al. 2022, LSTM detail 1)."""
     for flags, state in [

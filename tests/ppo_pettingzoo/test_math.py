@@ -298,8 +298,6 @@ def test_a_player_of_images_learns_who_it_is_and_beats_random(tmp_path, capsys):
 
 
 # --- networks -------------------------------------------------------------------------------------
-
-
 def test_frequencies_are_the_probabilities():
     """Of a guard that has two of three choices, of a scout with a mask or none, of a Box."""
     agent = make_agent(make_envs())
@@ -324,8 +322,6 @@ def test_frequencies_are_the_probabilities():
 
 
 # --- learning -------------------------------------------------------------------------------------
-
-
 LEARNING = [  # what only it shows; flags, which actions, the least team return
     pytest.param(
         "--env-id agents_toy:make --num-envs 8 --num-steps 64 --total-timesteps 20000",
@@ -382,8 +378,6 @@ def test_killed_and_resumed_to_the_same_bits(tmp_path, env_id, flags):
 
 
 # --- logs, saved policies -------------------------------------------------------------------------
-
-
 def test_a_saved_policy_acts_for_one_agent_and_for_all(tmp_path):
     train(tmp_path / "run", "--total-timesteps 64")
     agent, args = script.load(tmp_path / "run", make_envs())
