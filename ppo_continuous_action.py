@@ -68,7 +68,7 @@ class Args:
     track: bool = False  # also log to Weights and Biases
     wandb_project_name: str = "ppo"  # project in Weights and Biases
     wandb_entity: str | None = None  # team (entity) in Weights and Biases
-    capture_video: bool = False  # record the evaluation, after training or with --evaluate
+    capture_video: bool = False  # record the evaluation in RUN/videos; also with --evaluate
     save_model: bool = False  # also save the weights alone, as RUN/{exp_name}.cleanrl_model
     run_dir: Path | None = None  # new folder; default runs/{env_id}__{exp_name}__{seed}__{time}
     resume: Path | None = None  # continue the run in this folder with its own arguments

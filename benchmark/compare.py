@@ -113,11 +113,11 @@ def compare(
         a: folder of the old runs.
         b: folder of the new runs (default: that of A, with --algorithm).
         metric: mean of the last 100 training episodes, or of the final policy's episodes.
-        algorithm: an algorithm of A and one of B (default: each that both have).
+        algorithm: an algorithm of A and one of B, as ppo "ppo VARIANT" (default: all of both).
         env_ids: environments to compare on (default: all).
     """
     if b is None and algorithm is None:
-        refuse("compare takes two folders, or one and --algorithm X Y")
+        refuse("compare takes two folders, or one and --algorithm X Y, each as 'SCRIPT VARIANT'")
     old_runs = data.only(data.find([a]), "env_id", env_ids)
     new_runs = data.only(data.find([b]), "env_id", env_ids) if b else old_runs
     old = data.group(old_runs)
@@ -149,7 +149,7 @@ def compare(
     for line in lacks:
         print(f"B lacks {line}", file=sys.stderr)
     if not verdicts:
-        others = ", ".join(sorted({own.algorithm for own in new}))
-        refuse(f"nothing to compare: A has {', '.join(names)}; B has {others}")
+        others = sorted({own.algorithm for own in new})
+        refuse(f"nothing to compare: A has {names}; B has {others}")
     if lacks or "worse" in verdicts:
         raise SystemExit(1)
