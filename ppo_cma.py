@@ -90,7 +90,7 @@ class Args:
     action_repeat: int = 2  # steps for which an action is held; their rewards are summed
 
     # Algorithm
-    total_timesteps: Annotated[int, arg(aliases=["--max-steps"])] = 10_000_000  # in whole episodes
+    total_timesteps: Annotated[int, arg(aliases=["--max-steps"])] = 10_000_000  # whole iterations
     mode: Annotated[str, arg(aliases=["-m"])] = "ppo-cma-m"  # or ppo-cma, ppo, pg, pg-pos
     iter_steps: int = 32_000  # N: environment steps per iteration, rounded up to whole episodes
     minibatch_size: Annotated[int, arg(aliases=["--batch-size"])] = 512  # M: in decisions
