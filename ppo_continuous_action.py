@@ -474,7 +474,7 @@ def check_actor(agent: Agent, act, obs: np.ndarray, noise: np.ndarray):
     _, logprobs, *_ = agent.get_action_and_value(*rows)
     mean, sample = logprobs.cpu().numpy().reshape(2, -1)
     expected = 0.5 * np.square(noise).sum(axis=-1)
-    rounding = 10.0 * np.spacing(np.abs(actions)) / agent.unit.cpu().numpy()  # far from 0
+    rounding = 10.0 * np.spacing(np.abs(actions)) / agent.unit.cpu().numpy()  # if they are large
     if (np.abs(mean - sample - expected) > (0.01 + rounding.max()) * (1.0 + expected)).any():
         raise RuntimeError("numpy_actor acts by another policy than get_action_and_value learns")
 

@@ -1281,7 +1281,8 @@ def play(args: Args, agent: Agent | None, sample: bool, name: str = "") -> list[
         options["render_mode"] = "rgb_array"
         os.environ.setdefault("MUJOCO_GL", "egl" if sys.platform == "linux" else "glfw")
     N = args.eval_episodes if args.env_id.startswith("envpool:") else 1
-    envs = make_envs(replace(args, seed=seed, env_kwargs=json.dumps(options)), N, {})
+    changed = {"seed": seed, "env_kwargs": json.dumps(options), "max_episode_steps": None}
+    envs = make_envs(replace(args, **changed), N, {})
     if record:
         how = {"episode_trigger": lambda _: True, "name_prefix": name}
         envs.envs[0] = gym.wrappers.RecordVideo(envs.envs[0], f"{args.evaluate}/videos", **how)

@@ -345,12 +345,12 @@ def test_levels_that_are_asked_for(tmp_path, monkeypatch):
 
 def test_evaluation_during_training(tmp_path):
     """Of other environments; the training is the same."""
-    flags = '--eval-interval 2 --eval-episodes 3 --eval-env-kwargs {"plus":1000.0}'
-    folder = train(tmp_path / "run", flags)
+    flags = '--eval-env-kwargs {"plus":1000.0,"max_episode_steps":10} --max-episode-steps 3'
+    folder = train(tmp_path / "run", f"{flags} --eval-interval 2 --eval-episodes 3")
     ((step, score),) = scalars(folder)["charts/test_return"]
     assert 7_000 < score < 12_000
     assert step == checkpoint(folder)["global_step"]
-    without = train(tmp_path / "without")
+    without = train(tmp_path / "without", "--max-episode-steps 3")
     assert_same(checkpoint(folder)["agent"], checkpoint(without)["agent"])
 
 
