@@ -14,9 +14,12 @@ from scipy.stats import norm, ttest_ind_from_stats
 
 from benchmark import compare, data, report, speed, stats
 from benchmark.published import RESULTS, curves
+from benchmark.published.studies import default
 from benchmark.report import estimate, number
 
 SPEED = RESULTS / "speed"
+BONUSES = RESULTS / "default.csv"
+BONUS = "ent-coef-0.01"
 CLIPPED = "ppo_continuous_action"
 
 
@@ -111,17 +114,47 @@ def control() -> str:
     return table(f"{header}| P(ours above) | p | training, default", rows)
 
 
-def bootstrap() -> str:
-    """Measured by bootstrap.py of commit d814e18: mean and range of the seeds."""
-    path = RESULTS / "bootstrap.csv"
-    cells = {}
-    for row in data.read_csv(path):
-        cells.setdefault(row["rule"], {}).setdefault(row["limit"], []).append(row["score"])
+def bonuses(step: int, measure: str) -> dict[tuple[str, str], np.ndarray]:
+    """Scores of studies/default.py by environment and arm, each [seeds]."""
+    found = {}
+    for row in data.read_csv(BONUSES):
+        if row["step"] == step:
+            found.setdefault((row["env_id"], str(row["arm"])), []).append(row[measure])
+    return {key: np.array(scores) for key, scores in found.items()}
+
+
+def bonus_ant() -> str:
+    """Step 1 of studies/default.py: mean returns between 100k and 200k steps."""
     rows = []
-    for rule, limits in cells.items():
-        ranges = (f"{np.mean(x):,.0f} ({min(x):,.0f} to {max(x):,.0f})" for x in limits.values())
-        rows.append(measured([rule, *ranges], path))
-    return table("what follows the last step | limit 200 | limit 20", rows)
+    scores = bonuses(1, "early")
+    for (env_id, arm), own in scores.items():
+        judged = judgement(compare.judge([scores[env_id, "0"]], [own]))[:2] if arm != "0" else []
+        ends = f"{own.mean():.0f} ({own.min():.0f} to {own.max():.0f})"
+        rows.append(measured([f"`{arm}`", ends, *(judged or ["", ""])], BONUSES))
+    return table("bonus | five seeds | P(better) | p", rows)
+
+
+def bonus_tasks(arm: str = "0.01/dims") -> str:
+    """Step 2: an arm beside the published runs without a bonus. On one dimension it is 0.01, which
+    was published, too."""
+    rows = []
+    pairs = {"training": [], "evaluation": []}
+    for env_id in default.TASKS:
+        without = curves.runs(env_id, CLIPPED)
+        cells = [env_id]
+        for metric, measure in {"training": "training", "evaluation": "final"}.items():
+            mine = bonuses(2, measure).get((env_id, arm))
+            if mine is None:
+                mine = np.array([x.score(metric) for x in curves.runs(env_id, CLIPPED, BONUS)])
+            before = np.array([run.score(metric) for run in without])
+            pairs[metric].append((before, mine))
+            cells += [by_seed(without, metric), estimate(mine)]
+            cells += judgement(compare.judge([before], [mine]))[:2]
+        rows.append(measured(cells, BONUSES, *without))
+    ends = (judgement(compare.judge(*zip(*x, strict=True)))[:2] for x in pairs.values())
+    rows.append(["all", *(x for own in ends for x in ("", "", *own))])
+    header = "training, none | training, bonus | P(better) | p"
+    return table(f"environment | {header} | {header.replace('training', 'final')}", rows)
 
 
 def helped() -> str:
@@ -269,25 +302,6 @@ def cma_results() -> str:
         rows.append([f"{env_id}, {setting}", seeds, training, original, final])
     header = "environment, command | seeds, steps | training | original's training return "
     return table(header + "| mean action", rows)
-
-
-def humanoid_changes() -> str:
-    """PPO-CMA on Humanoid with other settings, and PPO by the same script."""
-    rows = []
-    for variant, words in {
-        "half-rate": "`--learning-rate 2.5e-4`",
-        "5M-N8000": "N = 8,000",
-        "5M-ppo-0.0025": "mode ppo, clip 0.0025, as the original's figure",
-        "5M-ppo-N8000": "the same, N = 8,000",
-        "5M-ppo-0.05": "mode ppo, clip 0.05",
-        "5M-ppo-0.1": "mode ppo, clip 0.1",
-        "5M-ppo-0.2": "mode ppo, clip 0.2",
-    }.items():
-        found = curves.runs("Humanoid-v4", "ppo_cma", variant)
-        seeds = f"{len(found)} x {length(found[0].info['args']['total_timesteps'])}"
-        both = (mean_and_range(found, metric) for metric in ("training", "evaluation"))
-        rows.append([words, seeds, *both])
-    return table("change | seeds, steps | training | mean action", rows)
 
 
 def crossing(curve: curves.Curve, score: float) -> int:
@@ -450,22 +464,6 @@ def all_speeds() -> str:
     return table(" | ".join(header), rows)
 
 
-def recurrent_speed() -> str:
-    """Of ppo_lstm.py beside RecurrentPPO, measured by recurrent_speed.py of commit d814e18."""
-    path = SPEED / "ppo_lstm.csv"
-    there = data.read_csv(path)
-    rows = []
-    for task in ("CartPoleNoVel-v1", "Noise-v0"):
-        speeds = {}
-        for row in (row for row in there if row["task"] == task):
-            speeds.setdefault(row["program"], []).append(row["steps_per_cpu_second"])
-        for program, own in speeds.items():
-            ratios = [a / b for a, b in zip(own, speeds["RecurrentPPO"], strict=True)]
-            cells = [f"{task}, {program}", f"{median(own):,.0f}", f"{median(ratios):.1f}"]
-            rows.append(measured(cells, path))
-    return table("task, program | steps per CPU second | to RecurrentPPO", rows)
-
-
 def gpu_atari() -> str:
     """Milliseconds of an iteration's parts on a GPU, by gpu_profile.py."""
     path = RESULTS / "gpu/atari.csv"
@@ -520,9 +518,8 @@ def border_training() -> str:
 BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
-        scores, all_speeds, clipped_results, control, helped, bootstrap, cma_results, humanoid,
-        humanoid_changes, kl_results, atari_results, border_training, recurrent_speed, gpu_atari,
-        gpu_warp, studied,
+        scores, all_speeds, clipped_results, control, helped, cma_results, humanoid, kl_results,
+        atari_results, border_training, gpu_atari, gpu_warp, studied, bonus_ant, bonus_tasks,
     )
 }  # fmt: skip
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
