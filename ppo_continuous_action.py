@@ -95,8 +95,8 @@ class Args:
     norm_adv: bool = True  # normalize advantages within each minibatch
     clip_coef: float = 0.2  # epsilon of the clipped surrogate
     clip_vloss: bool = False  # also clip the change of the value
-    ent_coef: float = 0.01  # weight of the entropy bonus
-    anneal_ent_coef: bool = True  # lower this weight linearly to 0
+    ent_coef: float = 0.0  # weight of the entropy bonus
+    anneal_ent_coef: bool = False  # lower this weight linearly to 0
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # the gradient of all parameters is scaled down to this norm
     target_kl: float | None = 0.02  # stop the epochs once the mean approx_kl of one exceeds this

@@ -315,12 +315,12 @@ LED += [f"dm_control/{x}-v0" for x in ("reacher-easy", "quadruped-walk")]
 FOUND = {x: STUDY[x] for x in STUDY if re.search("fresh|least|study-8|-clip|target", x)}
 FOUND["change least-std+fresh-advantages"] = "both: advantages again, least deviation"
 FOUND["ppo_continuous_action study-std-0.1"] = "the deviation is set back to a twentieth"
-FOUND["ppo_continuous_action ent-coef-0"] = "`--target-kl 0.02`, now the default, seeds 201 to 210"
+FOUND["ppo_continuous_action"] = "`--target-kl 0.02`, now the default, seeds 201 to 210"
 FOUND["change least-std-8-envs"] = "8 environments, and the deviation stays above a tenth"
 EIGHT = (*STUDIED, "Hopper-v4", "Swimmer-v4", "Humanoid-v4", "Reacher-v4")
 FINALISTS = "ppo_continuous_action no-target-kl", FOUND, EIGHT, "evaluation"
-BEFORE = "ppo_continuous_action ent-coef-0"  # the defaults that the study began with
-WINNER = {"ppo_continuous_action": "`--ent-coef 0.01 --anneal-ent-coef`, now the default"}
+BEFORE = "ppo_continuous_action"  # the defaults
+WINNER = {"ppo_continuous_action ent-coef-0.01": "`--ent-coef 0.01 --anneal-ent-coef`"}
 EXPLORING = {
     "explore": ("ppo_continuous_action explore-defaults", EXPLORED, HARD),
     "explore-eight": (BEFORE, EXPLORED, EIGHT),

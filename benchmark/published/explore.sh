@@ -2,7 +2,7 @@
 # A default that explores: the protocol of docs/what_matters.md, written before anything ran. Given again, it goes on.
 # STEP=1: each candidate on the five tasks where the defaults are behind. STEP=2: those that go on, on eight of MuJoCo
 # and on five where the defaults lead. CANDIDATES="NAME ...", RUNS=folder and WORKERS=processes may be set.
-# Step 3, the winner with seeds that chose nothing, is in ppo.sh: it is the default.
+# Step 3, the winner with seeds that chose nothing, is in ppo.sh.
 . "$(dirname "$0")/bench.sh"
 all="explore-defaults explore-log-std-0 explore-log-std-0.35 explore-8-envs state-std explore-entropy-falls
   explore-pink-start least-std"
@@ -16,8 +16,7 @@ explore() { # VARIANT COMMAND
   bench --results benchmark/published/superseded --variant "$1" --command "$2" \
     --start-seed 101 --num-seeds 3 --env-ids "${tasks[@]}"
 }
-old="--ent-coef 0 --no-anneal-ent-coef" # the winner was not yet the default
-script="python ppo_continuous_action.py $old" change="python benchmark/published/studies/change.py"
+script="python ppo_continuous_action.py" change="python benchmark/published/studies/change.py"
 
 for name in ${CANDIDATES:-$all}; do
   case $name in
@@ -25,6 +24,6 @@ for name in ${CANDIDATES:-$all}; do
     explore-log-std-0) explore $name "$script --log-std-init 0" ;;
     explore-log-std-0.35) explore $name "$script --log-std-init -0.35" ;;
     explore-8-envs) explore $name "$script --num-envs 8 --num-steps 256" ;;
-    *) explore "explore-${name#explore-}" "$change $name $old" ;;
+    *) explore "explore-${name#explore-}" "$change $name" ;;
   esac
 done

@@ -39,18 +39,18 @@ FALLS = "scheduled.ent_coef *= remaining\n"
 BONUS = "policy_loss - args.ent_coef * entropy +"
 FLOOR = "policy_loss - args.ent_coef * (agent.actor_logstd * below).sum() +"
 LOSS = f"    loss = {BONUS}"
-ARMS = {  # flags, and changes of the script's text
-    "0": (["--ent-coef", "0"], []),
-    "0.00125": (["--ent-coef", "0.00125"], []),
-    "0.003": (["--ent-coef", "0.003"], []),
-    "0.01": ([], []),
+ARMS = {  # weight, and changes of the script's text
+    "0": ("0", []),
+    "0.00125": ("0.00125", []),
+    "0.003": ("0.003", []),
+    "0.01": ("0.01", []),
     # 0.01 over the number of action dimensions: on Ant 0.00125
-    "0.01/dims": ([], [(BONUS, BONUS.replace("entropy +", "entropy / agent.unit.numel() +"))]),
+    "0.01/dims": ("0.01", [(BONUS, BONUS.replace("entropy +", "entropy / agent.unit.numel() +"))]),
     # falls to 0 in the first quarter
-    "quarter": ([], [(FALLS, "scheduled.ent_coef *= max(4.0 * remaining - 3.0, 0.0)\n")]),
+    "quarter": ("0.01", [(FALLS, "scheduled.ent_coef *= max(4.0 * remaining - 3.0, 0.0)\n")]),
     # only where the deviation is below what it began with
     "below": (
-        [],
+        "0.01",
         [(LOSS, f"    below = agent.actor_logstd < args.log_std_init\n    loss = {FLOOR}")],
     ),
 }
@@ -91,7 +91,7 @@ def measure(step: int, env_id: str, arm: str, seed: int) -> list:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
         flags = ["--env-id", env_id, "--seed", str(seed), "--run-dir", str(folder), "--no-cuda"]
-        args = script.parse_args([*flags, *ARMS[arm][0]])
+        args = script.parse_args([*flags, "--anneal-ent-coef", "--ent-coef", ARMS[arm][0]])
         with contextlib.suppress(SystemExit):
             script.train(args)
         rows = np.loadtxt(folder / "episodes.csv", delimiter=",", skiprows=1)
