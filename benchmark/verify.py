@@ -39,6 +39,7 @@ LARGEST = 1_000_000  # bytes of a policy
 CLOSE = 1e-4  # relative to a return
 DIGIT = 0.011  # a little more than one of the last digit that is told
 LEVEL = 0.999  # of the prediction interval
+OWN = "benchmark.published.novel", "benchmark.published.pusher"  # modules of published runs
 RULES = {
     "equal": "equal to the last digit",
     "close": "each return within 0.01 %",
@@ -181,7 +182,7 @@ def show(env_id: str, replays: list[Replay]):
 def verify(
     folders: tyro.conf.Positional[tuple[Path, ...]],
     env_ids: tuple[str, ...] = (),
-    modules: tuple[str, ...] = (),
+    modules: tuple[str, ...] = OWN,
     workers: int = 0,
 ):
     """Play the policies kept beside committed tables again, and compare the returns with the
@@ -211,8 +212,9 @@ def verify(
             "with --results FOLDER --keep-policies, then verify FOLDER (nothing is trained again)"
         )
     print("".join(f"can't be read: {run.reason}\n" for run in unreadable), end="")
-    episodes = sum(len(replay.run.evaluation) for replay in replays)
-    print(f"{len(replays)} policies play {episodes:,} episodes, {workers} at once", flush=True)
+    print(
+        f"{len(replays)} policies play: some {len(replays) / workers / 6:.0f} minutes", flush=True
+    )
     left = Counter(replay.run.env_id for replay in replays)
     pool = ThreadPoolExecutor(workers)
     jobs = {pool.submit(own.play, folders, modules): own for own in replays}
@@ -225,10 +227,10 @@ def verify(
             bar.update()
             if not left[env_id]:
                 show(env_id, [own for own in replays if own.run.env_id == env_id])
-    bad = [replay for replay in replays if replay.faults]
+    bad = sum(bool(replay.faults) for replay in replays)
     strange = sum(not replay.own_stack for replay in replays)
     print(
-        f"{len(replays) - len(bad)} of {len(replays)} policies play as their tables say; "
+        f"{len(replays) - bad} of {len(replays)} policies play as their tables say; "
         f"{strange} were made by other versions or on another processor than this; "
         f"{len(runs) - len(unreadable) - len(replays)} runs have no policy"
     )
