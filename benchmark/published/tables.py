@@ -131,16 +131,15 @@ def bonus_ant() -> str:
     return table("bonus | five seeds | P(better) | p", rows)
 
 
-def bonus_tasks(arm: str = "0.01/dims") -> str:
-    """Step 2: an arm beside the published runs without a bonus. On one dimension it is 0.01, which
-    was published, too."""
+def bonus_tasks(step: int = 2, arm: str = "0.01/dims") -> str:
+    """Steps 2 and 3: an arm beside none. On one dimension it is 0.01, which was published, too."""
     rows = []
     pairs = {"training": [], "evaluation": []}
-    for env_id in default.TASKS:
+    for env_id in default.TASKS if step == 2 else default.TASKS[2:4]:
         without = curves.runs(env_id, CLIPPED)
         cells = [env_id]
         for metric, measure in {"training": "training", "evaluation": "final"}.items():
-            mine = bonuses(2, measure).get((env_id, arm))
+            mine = bonuses(step, measure).get((env_id, arm))
             if mine is None:
                 mine = np.array([x.score(metric) for x in curves.runs(env_id, CLIPPED, BONUS)])
             before = np.array([run.score(metric) for run in without])
@@ -149,7 +148,7 @@ def bonus_tasks(arm: str = "0.01/dims") -> str:
             cells += judgement(compare.judge([before], [mine]))[:2]
         rows.append(measured(cells, BONUSES, *without))
     ends = (judgement(compare.judge(*zip(*x, strict=True)))[:2] for x in pairs.values())
-    rows.append(["all", *(x for own in ends for x in ("", "", *own))])
+    rows.append(["together", *(x for own in ends for x in ("", "", *own))])
     header = "training, none | training, bonus | P(better) | p"
     return table(f"environment | {header} | {header.replace('training', 'final')}", rows)
 
@@ -520,6 +519,7 @@ BLOCKS = {
     )
 }  # fmt: skip
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
+BLOCKS["bonus-fresh"] = partial(bonus_tasks, 3)
 ALPHAS = {f"{CLIPPED} rpo-{x}": f"`--rpo-alpha {x}`" for x in (0.01, 0.1, 0.5)}
 TASKS = "cheetah-run", "hopper-hop", "reacher-easy", "walker-walk"
 ON = *curves.MUJOCO[:4], *(f"dm_control/{task}-v0" for task in TASKS)
