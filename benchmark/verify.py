@@ -212,7 +212,7 @@ def verify(
             "with --results FOLDER --keep-policies, then verify FOLDER (nothing is trained again)"
         )
     print("".join(f"can't be read: {run.reason}\n" for run in unreadable), end="")
-    print(f"{len(replays)} policies, some {len(replays) / workers / 6:.0f} minutes", flush=True)
+    print(f"{len(replays)} policies, some {len(replays) / workers / 6:.1f} minutes", flush=True)
     left = Counter(replay.run.env_id for replay in replays)
     pool = ThreadPoolExecutor(workers)
     jobs = {pool.submit(own.play, folders, modules): own for own in replays}

@@ -7,6 +7,6 @@ clipped="python ppo_continuous_action.py" three="--start-seed 201 --num-seeds 3"
 bench $three --env-ids envpool:CheetahRun-v1 --command "$clipped"
 bench $three --env-ids dm_control/cheetah-run-v0 --command "$clipped"
 
-# the humanoid with 64 environments; seed 201 has run
+# the humanoid with 64 environments
 large="--num-envs 64 --num-steps 64 --num-minibatches 4 --update-epochs 2 --learning-rate 2.95e-3"
 bench $three --variant 3M-64envs --env-ids envpool:Humanoid-v4 --command "$clipped --total-timesteps 3000000 $large --env-workers 2"

@@ -319,7 +319,7 @@ FOUND["ppo_continuous_action"] = "`--target-kl 0.02`, now the default, seeds 201
 FOUND["change least-std-8-envs"] = "8 environments, and the deviation stays above a tenth"
 EIGHT = (*STUDIED, "Hopper-v4", "Swimmer-v4", "Humanoid-v4", "Reacher-v4")
 FINALISTS = "ppo_continuous_action no-target-kl", FOUND, EIGHT, "evaluation"
-BEFORE = "ppo_continuous_action"  # the defaults
+BEFORE = "ppo_continuous_action"  # without a change
 WINNER = {"ppo_continuous_action ent-coef-0.01": "`--ent-coef 0.01 --anneal-ent-coef`"}
 EXPLORING = {
     "explore": ("ppo_continuous_action explore-defaults", EXPLORED, HARD),

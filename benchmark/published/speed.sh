@@ -10,7 +10,7 @@ now="--no-cuda --compile-from 0" # also in runs as short as these
 # CleanRL's settings
 one="python ppo.py --env-id CartPole-v1 --learning-rate 2.5e-4 --update-epochs 4 $now"
 speed --steps 122880 --command "compiled=$one" --command "eager=$one --no-compile"
-mujoco="--log-std-init 0 --no-scale-actions --clip-vloss --target-kl None $now"
+mujoco="--log-std-init 0 --no-scale-actions --clip-vloss --target-kl None --ent-coef 0 $now"
 for env_id in HalfCheetah-v4 Hopper-v4 Humanoid-v4; do
   one="python ppo_continuous_action.py --env-id $env_id $mujoco"
   speed --steps 30720 --command "compiled=$one" --command "eager=$one --no-compile"
@@ -19,7 +19,7 @@ speed --steps 49152 --warmup-steps 16384 --output $folder/ppo_continuous_action-
   --command "compiled=python ppo_continuous_action.py --env-id HalfCheetah-v4 $mujoco --num-envs 8"
 
 # docs/superseded.md: each change of the first study
-now+=" --target-kl None" eight="--num-envs 8 --num-steps 256" one="python ppo_continuous_action.py"
+now+=" --ent-coef 0 --target-kl None" eight="--num-envs 8 --num-steps 256" one="python ppo_continuous_action.py"
 changes=(--command "study=$one $now")
 for flags in "8-envs=$eight" clip-vloss=--clip-vloss; do changes+=(--command "study-${flags/=/=$one $now }"); done
 for name in floor-0.01 kl-rate value-epochs fresh-advantages state-std least-std wide-critic layer-norm pink-noise symlog \

@@ -137,16 +137,16 @@ def bonus_tasks(step: int = 2, arm: str = "0.01/dims") -> str:
     pairs = {"training": [], "evaluation": []}
     for env_id in default.TASKS if step == 2 else default.TASKS[2:4]:
         without = curves.runs(env_id, CLIPPED)
+        published = curves.runs(env_id, CLIPPED, BONUS) if "Inverted" in env_id else []
         cells = [env_id]
         for metric, measure in {"training": "training", "evaluation": "final"}.items():
-            mine = bonuses(step, measure).get((env_id, arm))
-            if mine is None:
-                mine = np.array([x.score(metric) for x in curves.runs(env_id, CLIPPED, BONUS)])
+            scores = [run.score(metric) for run in published]
+            mine = np.array(scores or bonuses(step, measure)[env_id, arm])
             before = np.array([run.score(metric) for run in without])
             pairs[metric].append((before, mine))
-            cells += [by_seed(without, metric), estimate(mine)]
-            cells += judgement(compare.judge([before], [mine]))[:2]
-        rows.append(measured(cells, BONUSES, *without))
+            new = estimate(mine), *judgement(compare.judge([before], [mine]))[:2]
+            cells += [by_seed(without, metric), *(cell(x, published or [BONUSES]) for x in new)]
+        rows.append(cells)
     ends = (judgement(compare.judge(*zip(*x, strict=True)))[:2] for x in pairs.values())
     rows.append(["together", *(x for own in ends for x in ("", "", *own))])
     header = "training, none | training, bonus | P(better) | p"

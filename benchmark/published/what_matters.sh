@@ -9,7 +9,7 @@ study() { # VARIANT COMMAND ENVIRONMENTS...
 }
 screen() { study "$@" HalfCheetah-v4 Walker2d-v4 Ant-v4 InvertedDoublePendulum-v4; }
 finish() { study "$@" Hopper-v4 Swimmer-v4 Humanoid-v4 Reacher-v4; }
-eight="--num-envs 8 --num-steps 256" old="--target-kl None" # one change is the KL stop
+eight="--num-envs 8 --num-steps 256" old="--ent-coef 0 --target-kl None" # e500984, of which change.py takes the script, had both
 script="python ppo_continuous_action.py $old" change="python benchmark/published/studies/change.py"
 
 screen study "$script"
