@@ -7,15 +7,15 @@ import pytest
 from blocks import ROOT, blocks
 
 BOUNDS = {  # lines at most; the line by which all of PPO has been shown
-    "ppo": (970, 440),
-    "ppo_continuous_action": (980, 440),
-    "ppo_kl_adaptive": (1020, 600),
-    "ppo_cma": (980, 600),
-    "ppo_atari_multigpu": (920, 480),
-    "ppo_continuous_action_warp": (900, 480),
-    "ppo_pixels": (1260, 570),
-    "ppo_lstm": (1360, 680),
-    "ppo_pettingzoo": (1200, 560),
+    "ppo": (1024, 430),
+    "ppo_continuous_action": (994, 445),
+    "ppo_kl_adaptive": (1034, 550),
+    "ppo_cma": (976, 490),
+    "ppo_atari_multigpu": (932, 465),
+    "ppo_continuous_action_warp": (912, 455),
+    "ppo_pixels": (1278, 585),
+    "ppo_lstm": (1390, 690),
+    "ppo_pettingzoo": (1218, 540),
 }
 SCRIPTS = [*BOUNDS]
 DIFFS = {  # lines of `diff` that begin with < or >
