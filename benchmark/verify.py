@@ -47,6 +47,11 @@ RULES = {
 }
 
 
+def cores() -> int:
+    """Those that this process may use; macOS tells only how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def digests(table: Path, policy: bytes, evaluation: list) -> dict[str, str]:
     """Of a run's policy, its table and the returns of its policy."""
     contents = {
@@ -196,7 +201,7 @@ def verify(
         workers: number of policies at once (default: as many as there are cores).
     """
     at_least(0, workers=workers)
-    workers = workers or len(os.sched_getaffinity(0))
+    workers = workers or cores()
     runs = data.only(data.find(folders), "env_id", env_ids)
     unreadable = [run for run in runs if run.status == "unreadable"]
     ours = stack(programs.provenance([sys.executable, __file__]))

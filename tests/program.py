@@ -1,6 +1,7 @@
 """What the tests of scripts as programs share."""
 
 import csv
+import gc
 import importlib.util
 import io
 import itertools
@@ -157,14 +158,18 @@ def in_a_fork(function, *args) -> int:
         for number in (signal.SIGTERM, signal.SIGALRM):  # not what others left: pytest, a library
             signal.signal(number, signal.SIG_DFL)
         tqdm.set_lock(threading.RLock())  # its own is shared with this copy, and dies locked
+        gc.disable()  # an EnvPool ends its threads, which are not here
         function(*args)
 
+    gc.collect()
     process = multiprocessing.get_context("fork").Process(target=called)
     process.start()
     process.join(300)
-    process.kill()  # if it still runs
+    ended = process.exitcode
+    process.kill()
     process.join()
-    return process.exitcode
+    assert ended is not None, "it hangs"
+    return ended
 
 
 def train_until_killed(script: str, target: str, call: int, argv: list[str], *numbers: int) -> int:

@@ -323,10 +323,16 @@ def test_only_valid_choices_are_taken(script, kind, walls, registered, tmp_path,
 
 @pytest.mark.parametrize("script", CHOICES)
 def test_a_mask_of_zeros_is_none(script, registered, tmp_path, monkeypatch):
-    """During an episode, too: some end it with whatever action comes next."""
-    look = Doors.look
+    """During an episode, too: some end it with whatever action comes next. All choices are drawn,
+    the same as without masks."""
+    look, step, taken = Doors.look, Doors.step, []
     monkeypatch.setattr(Doors, "look", lambda env: (look(env)[0], {"action_mask": np.zeros(4)}))
-    train(script, tmp_path / "run", registered(lambda: Doors("none")), 3)
+    monkeypatch.setattr(Doors, "step", lambda env, a: taken.append(int(a)) or step(env, a))
+    for flags in ("", " --no-action-masks"):
+        train(script, tmp_path / f"{len(taken)}", registered(lambda: Doors("none")) + flags, 3)
+    half = len(taken) // 2
+    assert half > 40 and set(taken[:half]) == {0, 1, 2, 3}
+    assert taken[:14] == taken[half:][:14]  # before the first update, which rounds otherwise
 
 
 @pytest.mark.parametrize("script", CHOICES)

@@ -165,7 +165,8 @@ def test_two_processes_train_and_log_as_one(pair):
     out = (pair / "log0").read_text()
     assert sum(map(int, re.findall(r"episodes=(\d+)", out))) == len(steps)
     assert "processes: 2 x cpu" in out
-    assert (pair / "log1").read_text() == ""
+    told = (pair / "log1").read_text().splitlines()
+    assert [line for line in told if not line.startswith("[W")] == []  # but for torch's warnings
 
 
 def test_a_run_of_two_processes_goes_on_with_one(pair, toys, tmp_path):
