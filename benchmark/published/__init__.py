@@ -5,4 +5,3 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 RESULTS = HERE / "results"
-SUPERSEDED = HERE / "superseded"  # runs of settings that are no default any more

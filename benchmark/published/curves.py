@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmark import compare, data, report
-from benchmark.published import RESULTS, SUPERSEDED
+from benchmark.published import RESULTS, superseded
 from benchmark.stats import running_mean
 
 BLUE = "#0072B2"
@@ -30,14 +30,11 @@ class Curve(NamedTuple):
     returns: np.ndarray  # [windows]
 
 
-FOLDERS = RESULTS, SUPERSEDED
-
-find = cache(data.find)
-
-
+@cache
 def read() -> list[data.Run]:
     """All committed runs, in order of environment, algorithm and seed; they are read once."""
-    return find(FOLDERS)
+    found = data.find([RESULTS]) + superseded.read()
+    return sorted(found, key=lambda run: (run.env_id, run.algorithm, run.seed))
 
 
 def runs(env_id: str, script: str, variant: str = "default") -> list[data.Run]:

@@ -15,7 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from benchmark import data
-from benchmark.published import ROOT, SUPERSEDED, curves, tables
+from benchmark.published import ROOT, curves, superseded, tables
 
 DOCS = ROOT / "docs"
 EDITS = ROOT / "tests" / "edits"
@@ -73,7 +73,7 @@ FIRST = {"ppo_cma": ("anneal-lr", "1M"), "ppo_kl_adaptive": ("default", "1M")}  
 def results(script: str) -> str:
     """A table of a script's committed runs, then one of those with other settings."""
     runs = [run for run in curves.read() if run.script == script and run.status == "finished"]
-    runs = [run for run in runs if SUPERSEDED not in run.place.parents]
+    runs = [run for run in runs if superseded.FOLDER not in run.place.parents]
     first = FIRST.get(script, ("default",))
     text = listed([run for run in runs if run.variant in first])
     others = [run for run in runs if run.variant not in first]
@@ -83,10 +83,10 @@ def results(script: str) -> str:
     return text
 
 
-def superseded() -> str:
+def defaults_of_before() -> str:
     """A table of the clipped script's runs with settings that are no default any more."""
-    runs = [run for run in curves.read() if SUPERSEDED in run.place.parents]
-    return listed([run for run in runs if not re.search("study|explore|^change", run.algorithm)])
+    before = superseded.FOLDER / "rpo.csv", superseded.FOLDER / "defaults.csv"
+    return listed([run for run in curves.read() if run.place in before])
 
 
 def listed(runs: list[data.Run]) -> str:
@@ -120,7 +120,7 @@ def scripts() -> str:
 @cache
 def block(page: Path, name: str) -> tuple[str, list] | None:
     """The text of a page's block, and its tables; None if there is no such block."""
-    makers = tables.BLOCKS | {"scripts": scripts, "superseded": superseded}
+    makers = tables.BLOCKS | {"scripts": scripts, "superseded": defaults_of_before}
     if page.parent == DOCS:
         makers |= {make.__name__: partial(make, page.stem) for make in (flags, results)}
         makers |= {f"edit-{patch.stem}": partial(edit, patch) for patch in EDITS.glob("*.patch")}

@@ -13,7 +13,7 @@ if [[ ${STEP:-1} == 2 ]]; then
     dm_control/{cartpole-swingup,cheetah-run,walker-walk,reacher-easy,quadruped-walk}-v0)
 fi
 explore() { # VARIANT COMMAND
-  bench --results benchmark/published/superseded --variant "$1" --command "$2" \
+  bench --results runs/superseded --variant "$1" --command "$2" \
     --start-seed 101 --num-seeds 3 --env-ids "${tasks[@]}"
 }
 old="--ent-coef 0 --no-anneal-ent-coef" # change.py takes the script of e500984, which had the bonus

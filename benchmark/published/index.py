@@ -31,12 +31,14 @@ def span(values: Iterable[int]) -> str:
 
 
 def paths(runs: Iterable[data.Run], endings: str) -> str:
-    """The files of runs with these endings, as a shell expands them."""
+    """The files of runs with these endings, as a shell expands them; or the tables with their rows."""
     seeds = {}
     for run in runs:
-        folder = run.place.parent.relative_to(HERE)
-        seeds.setdefault(f"{folder}/{run.variant}", []).append(run.seed)
-    return " ".join(f"{stem}-s{span(own)}{endings}" for stem, own in seeds.items())
+        place = run.place.relative_to(HERE)
+        stem = str(place) if place.suffix == ".csv" else f"{place.parent}/{run.variant}"
+        seeds.setdefault(stem, []).append(run.seed)
+    texts = (x if x.endswith(".csv") else f"{x}-s{span(own)}{endings}" for x, own in seeds.items())
+    return " ".join(texts)
 
 
 def origin(sources: tuple[data.Run | Path, ...]) -> list[str]:

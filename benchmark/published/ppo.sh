@@ -25,7 +25,7 @@ flags ent-coef-0.01 "$bonus" --num-seeds 10 --env-ids "${mujoco[@]}" {Ant,Swimme
 # CleanRL's issue 215 advises 64 environments and ten times the rate for Humanoid; the rest is ours, not tuned
 large="--num-envs 64 --num-steps 64 --num-minibatches 4 --update-epochs 2 --learning-rate 2.95e-3"
 flags 1M-64envs "$large" --num-seeds 3 --env-ids {HalfCheetah,Walker2d,Ant,Hopper,Humanoid}-v4
-old() { bench --results benchmark/published/superseded --variant "$1" "${@:3}" --command "$clipped --target-kl None $2"; } # before there was a KL stop by default
+old() { bench --results runs/superseded --variant "$1" "${@:3}" --command "$clipped --target-kl None $2"; } # before there was a KL stop by default
 old no-target-kl "" --num-seeds 10 --env-ids "${mujoco[@]:0:3}" Ant-v4 Swimmer-v4 InvertedDoublePendulum-v4
 old no-target-kl "" --env-ids "${mujoco[@]:3}" Humanoid-v4 Reacher-v4
 old no-target-kl "" --num-seeds 3 --env-ids "${control[@]}"

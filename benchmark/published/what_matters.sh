@@ -4,7 +4,7 @@
 # RUNS=folder, WORKERS=processes, CHANGES="NAME ..." may be set.
 . "$(dirname "$0")/bench.sh"
 study() { # VARIANT COMMAND ENVIRONMENTS...
-  bench --results benchmark/published/superseded --variant "$1" --command "$2" \
+  bench --results runs/superseded --variant "$1" --command "$2" \
     --start-seed 101 --num-seeds 3 --env-ids "${@:3}"
 }
 screen() { study "$@" HalfCheetah-v4 Walker2d-v4 Ant-v4 InvertedDoublePendulum-v4; }

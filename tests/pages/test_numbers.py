@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmark.published import HERE, RESULTS, curves, docs, index, tables
+from benchmark import data
+from benchmark.published import HERE, RESULTS, curves, docs, index, superseded, tables
 
 
 def cells(block: str, first: str) -> list[str]:
@@ -83,10 +84,30 @@ def test_all_files_of_the_index_exist():
 
 def test_thinned_rows_have_the_last_100_episodes():
     thinned = [run for run in curves.read() if run.info.get("episodes")]
-    assert len(thinned) > 500
+    assert len(thinned) > 100
     for run in thinned:
         assert len(run.returns) == 200 < run.info["episodes"]
         assert not run.place.with_suffix(".pt").exists()
         if run.info.get("final_return") is not None and run.status == "finished":
             last = run.score("training")
             assert last == pytest.approx(run.info["final_return"], abs=0.01 * abs(last) + 0.02)
+
+
+def test_a_row_of_a_superseded_run_has_its_scores(tmp_path):
+    kept = RESULTS / "Hopper-v4/ppo_cma"
+    folder = tmp_path / "runs/Hopper-v4/ppo_cma"
+    folder.mkdir(parents=True)
+    for path in kept.glob("default-s*.[jc]*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    superseded.write(tmp_path / "runs", tmp_path)
+    rows, runs = superseded.read(tmp_path), data.find([folder])
+    assert [run.seed for run in rows] == [1, 2, 3, 4, 5]
+    for row, run in zip(rows, runs, strict=True):
+        assert (row.env_id, row.algorithm, row.commit) == (
+            run.env_id,
+            run.algorithm,
+            run.commit[:7],
+        )
+        assert row.info["global_step"] == run.info["global_step"]
+        for metric in ("training", "evaluation"):
+            assert row.score(metric) == pytest.approx(run.score(metric), abs=1e-4)
