@@ -31,7 +31,7 @@ def span(values: Iterable[int]) -> str:
 
 
 def paths(runs: Iterable[data.Run], endings: str) -> str:
-    """The files of runs with these endings, as a shell expands them; or the tables with their rows."""
+    """The files of runs with these endings, as a shell expands them; of a row, its table."""
     seeds = {}
     for run in runs:
         place = run.place.relative_to(HERE)
