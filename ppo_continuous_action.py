@@ -179,6 +179,7 @@ class Agent(nn.Module):
         self.register_buffer("unit", torch.where(high > low, (high - low) / 2, 1.0))
         self.obs_moments = RunningMoments((self.dim,))
         self.return_moments = RunningMoments()
+        self.discounted = np.zeros(1)  # [N], return so far of each episode in training
         self.rng = np.random.default_rng(args.seed)  # draws actions and minibatches
 
     def normalize(self, obs: torch.Tensor) -> torch.Tensor:
@@ -372,15 +373,18 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs | PoolEnvs", run: "Run", args
     autoreset[T] = envs.autoreset
     run.log_rollout(actions, rewards, autoreset)  # rewards changed later are learned, not logged
     check_actor(agent, act, obs[:T][:8, 0], noise[:8, 0])
-    # rewards over the deviation of the discounted returns, clipped (continuous details 8, 9)
-    discounted = np.zeros((T, N))
-    for t in range(T):
-        run.discounted = ~autoreset[t] * (args.gamma * run.discounted + rewards[t])
-        discounted[t] = run.discounted
-    valid = ~autoreset[:T]
-    agent.return_moments.update(discounted[valid])
-    rewards = np.clip(rewards / math.sqrt(agent.return_moments.var + 1e-8), -10.0, 10.0)
-    return Rollout(obs, actions, rewards, terminated, truncated, valid)
+    return Rollout(obs, actions, rewards, terminated, truncated, ~autoreset[:T])
+
+
+def scale_rewards(agent: Agent, data: Rollout, args: Args) -> Rollout:
+    """Rewards over the deviation of the discounted returns, clipped (continuous details 8, 9)."""
+    discounted = np.zeros_like(data.rewards)
+    for t, valid in enumerate(data.valid):
+        agent.discounted = valid * (args.gamma * agent.discounted + data.rewards[t])
+        discounted[t] = agent.discounted
+    agent.return_moments.update(discounted[data.valid])
+    scale = math.sqrt(agent.return_moments.var + 1e-8)
+    return data._replace(rewards=np.clip(data.rewards / scale, -10.0, 10.0))
 
 
 def train(args: Args) -> Path:
@@ -397,6 +401,7 @@ def train(args: Args) -> Path:
         agent.load_state_dict(checkpoint["agent"])
         agent.adam = {name: checkpoint["adam"][name].to(device) for name in agent.adam}
         agent.rng.bit_generator.state = checkpoint["rng"]
+        agent.discounted = np.array(checkpoint.get("discounted", [0.0]))
     step = compile_step(agent, args)
     with contextlib.closing(envs), Run(args, checkpoint, here) as run, stop_signals() as signals:
         save(run, agent)
@@ -408,6 +413,7 @@ def train(args: Args) -> Path:
             if args.anneal_ent_coef:
                 scheduled.ent_coef *= remaining
             data = rollout(agent, envs, run, args)
+            data = scale_rewards(agent, data, args)
             metrics = update(agent, data, scheduled, step)
             values = {"observations": data.obs, "rewards": data.rewards} | metrics
             check_finite(run.iteration, values | agent.state_dict())
@@ -741,7 +747,6 @@ class Run:
         self.last_returns = deque(checkpoint.get("last_returns", []), maxlen=100)
         # each environment's running episode: its number, return and actions so far
         self.episodes = checkpoint.get("episodes") or [(0, 0.0, [])] * args.num_envs
-        self.discounted = np.array(checkpoint.get("discounted", [0.0] * args.num_envs))  # returns
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
         self.folder = here / (args.resume or args.run_dir or Path("runs") / name)
         self.folder.mkdir(parents=True, exist_ok=self.folder.name != name)
@@ -845,7 +850,7 @@ def save(run: Run, agent: Agent):
     state["wandb"] = run.wandb and run.wandb.id
     if not run.args.env_id.startswith("envpool:"):  # whose episodes can't be played again
         episodes = [(n, score, torch.tensor(np.array(x))) for n, score, x in run.episodes]
-        state |= {"episodes": episodes, "discounted": run.discounted.tolist()}
+        state |= {"episodes": episodes, "discounted": agent.discounted.tolist()}
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 

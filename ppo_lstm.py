@@ -309,6 +309,7 @@ class Agent(nn.Module):
         standardized = [name for name in shapes if name not in self.codec.bounds]
         self.moments = nn.ModuleDict({name: RunningMoments(shapes[name]) for name in standardized})
         self.return_moments = RunningMoments()
+        self.discounted = np.zeros(1)  # [N], return so far of each episode in training
         self.rng = np.random.default_rng(self.args.seed)  # draws actions and minibatches
 
     def normalize(self, obs: Obs) -> Obs:
@@ -597,20 +598,22 @@ def rollout(agent: Agent, envs, state: torch.Tensor, run: "Run", args: Args):
     autoreset[T] = envs.autoreset
     new_game[T] = getattr(envs, "new_game", envs.autoreset)
     run.log_rollout(actions.cpu().numpy(), scores, autoreset, new_game)
-    # rewards over the deviation of the discounted returns, clipped (continuous details 8, 9)
-    discounted = np.zeros((T, N))
-    for t in range(T):
-        run.discounted = ~autoreset[t] * (args.gamma * run.discounted + rewards[t])
-        discounted[t] = run.discounted
-    valid = ~autoreset[:T]
-    if args.scale_rewards:
-        agent.return_moments.update(discounted[valid])
-        rewards = np.clip(rewards / math.sqrt(agent.return_moments.var + 1e-8), -10.0, 10.0)
-    ends = terminated, truncated
+    ends = terminated, truncated, ~autoreset[:T]
     # an episode starts in the row after one that ended the last, but not before the first row
     starts = torch.tensor(np.concatenate([np.zeros((1, N), bool), autoreset[: T - 1]]))
-    results = obs, actions, logprobs, values, rewards, *ends, valid, first_state, starts
+    results = obs, actions, logprobs, values, rewards, *ends, first_state, starts
     return Rollout(*results), state
+
+
+def scale_rewards(agent: Agent, data: Rollout, args: Args) -> Rollout:
+    """Rewards over the deviation of the discounted returns, clipped (continuous details 8, 9)."""
+    discounted = np.zeros_like(data.rewards)
+    for t, valid in enumerate(data.valid):
+        agent.discounted = valid * (args.gamma * agent.discounted + data.rewards[t])
+        discounted[t] = agent.discounted
+    agent.return_moments.update(discounted[data.valid])
+    scale = math.sqrt(agent.return_moments.var + 1e-8)
+    return data._replace(rewards=np.clip(data.rewards / scale, -10.0, 10.0))
 
 
 def train(args: Args) -> Path:
@@ -628,6 +631,7 @@ def train(args: Args) -> Path:
         agent.load_state_dict(checkpoint["agent"])
         agent.adam.load_state_dict(agent.adam.state_dict() | {"state": checkpoint["adam"]})
         agent.rng.bit_generator.state = checkpoint["rng"]
+        agent.discounted = np.array(checkpoint.get("discounted", [0.0]))
     state = checkpoint.get("memory", agent.initial_state(args.num_envs)).to(device)
     if args.compile:
         compile_features(agent)
@@ -640,6 +644,8 @@ def train(args: Args) -> Path:
             if args.anneal_lr:
                 scheduled.learning_rate *= remaining  # (detail 4)
             data, state = rollout(agent, envs, state, run, args)
+            if args.scale_rewards:
+                data = scale_rewards(agent, data, args)
             metrics = update(agent, data, scheduled)
             values = data.obs | {"rewards": data.rewards} | metrics
             check_finite(run.iteration, values | agent.state_dict())
@@ -1081,7 +1087,6 @@ class Run:
         self.last_returns = deque(checkpoint.get("last_returns", []), maxlen=100)
         # each environment's running game: its number, score and actions so far
         self.episodes = checkpoint.get("episodes") or [(0, 0.0, [])] * args.num_envs
-        self.discounted = np.array(checkpoint.get("discounted", [0.0] * args.num_envs))  # returns
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.time():.3f}"
         self.folder = here / (args.resume or args.run_dir or Path("runs") / name)
         self.folder.mkdir(parents=True, exist_ok=self.folder.name != name)
@@ -1185,7 +1190,7 @@ def save(run: Run, agent: Agent, memory: torch.Tensor):
     state["wandb"] = run.wandb and run.wandb.id
     if not run.args.env_id.startswith("envpool:"):  # whose episodes can't be played again
         episodes = [(n, score, torch.tensor(np.array(x))) for n, score, x in run.episodes]
-        state |= {"episodes": episodes, "discounted": run.discounted.tolist(), "memory": memory}
+        state |= {"episodes": episodes, "discounted": agent.discounted.tolist(), "memory": memory}
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 

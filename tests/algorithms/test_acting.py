@@ -83,6 +83,9 @@ def test_rollouts(script, tmp_path):
             torch.testing.assert_close(data.state, states)
         else:
             data = module.rollout(agent, envs, run, args)
+        raw = data.rewards
+        if script != "ppo":
+            data = module.scale_rewards(agent, data, args)
         obs = (
             data.obs if isinstance(data.obs, np.ndarray) else next(iter(data.obs.values())).numpy()
         )
@@ -97,6 +100,7 @@ def test_rollouts(script, tmp_path):
             row = columns[i][t]
             assert (obs[t, i] == row["seen"]).all()
             reward = row["reward"] if script == "ppo" else np.clip(row["reward"] / scale, -10, 10)
+            assert raw[t, i] == row["reward"]
             assert data.rewards[t, i] == pytest.approx(reward, rel=1e-5)
             for name in ("terminated", "truncated", "valid"):
                 assert getattr(data, name)[t, i] == row[name], (name, t, i)

@@ -19,7 +19,7 @@ BOUNDS = {  # lines at most; the line by which all of PPO has been shown
 }
 SCRIPTS = [*BOUNDS]
 DIFFS = {  # lines of `diff` that begin with < or >
-    ("ppo", "ppo_continuous_action"): 300,
+    ("ppo", "ppo_continuous_action"): 303,  # until ppo.py has scales, too
     ("ppo_pixels", "ppo_lstm"): 290,
     # as they are: DESIGN's goals are 550, 550 and 650
     ("ppo_continuous_action", "ppo_kl_adaptive"): 890,

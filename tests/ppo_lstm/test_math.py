@@ -87,7 +87,7 @@ def test_learning_goes_through_the_states_that_acting_went_through(flags):
     """Three rollouts: whole sequences as in learning, beside row by row as in acting, of an agent
     whose memory and heads are louder, so that what it remembers shows more."""
     args, starts = parse(f"--learning-rate 1e-12 {flags}"), 0
-    run = SimpleNamespace(discounted=np.zeros(4), log_rollout=lambda *x: None)
+    run = SimpleNamespace(log_rollout=lambda *x: None)
     envs = script.make_envs(args, 4, {})
     agent = script.Agent(envs, args)
     with torch.no_grad():
