@@ -12,11 +12,11 @@ for seed in ${SEEDS:-1 2 3}; do
   seed $one --variant 1M-H1 --command "$cma 8000 --history-buffer-size 1"
   seed $one --variant 1M-N32k --command "$cma 32000"
   for change in cma-{product-kernel,mean-first,scaled-rewards,centred-advantages,critic-steps}; do
-    seed $one --variant $change --command "python benchmark/published/studies/change.py $change $steps --iter-steps 8000"
+    seed $one --variant $change --command "python $(benchmark/published/changed.sh $change) $steps --iter-steps 8000"
   done
   # what came nearest to better, and what Humanoid-v4 gains from
   seed $two --variant 1M-H5 --command "$cma 8000 --history-buffer-size 5"
   seed $two --variant 1M-anneal-lr --command "$cma 8000 --anneal-lr"
   ends=cma-published-ends
-  seed $two --variant $ends --command "python benchmark/published/studies/change.py $ends $steps --iter-steps 8000"
+  seed $two --variant $ends --command "python $(benchmark/published/changed.sh $ends) $steps --iter-steps 8000"
 done

@@ -16,8 +16,8 @@ explore() { # VARIANT COMMAND
   bench --results runs/superseded --variant "$1" --command "$2" \
     --start-seed 101 --num-seeds 3 --env-ids "${tasks[@]}"
 }
-old="--ent-coef 0 --no-anneal-ent-coef" # change.py takes the script of e500984, which had the bonus
-script="python ppo_continuous_action.py $old" change="python benchmark/published/studies/change.py"
+old="--ent-coef 0 --no-anneal-ent-coef" # changed.sh takes the script of e500984, which had the bonus
+script="python ppo_continuous_action.py $old"
 
 for name in ${CANDIDATES:-$all}; do
   case $name in
@@ -25,6 +25,6 @@ for name in ${CANDIDATES:-$all}; do
     explore-log-std-0) explore $name "$script --log-std-init 0" ;;
     explore-log-std-0.35) explore $name "$script --log-std-init -0.35" ;;
     explore-8-envs) explore $name "$script --num-envs 8 --num-steps 256" ;;
-    *) explore "explore-${name#explore-}" "$change $name $old" ;;
+    *) explore "explore-${name#explore-}" "python $(benchmark/published/changed.sh $name) $old" ;;
   esac
 done

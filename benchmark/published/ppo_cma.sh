@@ -10,8 +10,8 @@ bench --env-ids Hopper-v4 --command "python ppo_cma.py --no-anneal-lr --iter-ste
 human() { bench --env-ids Humanoid-v4 --variant "$1" --num-seeds "$2" --command "python ${4:-ppo_cma.py} $3"; }
 human default 3 --no-anneal-lr; human anneal-lr 3 --anneal-lr; human half-rate 3 "--no-anneal-lr --learning-rate 2.5e-4"
 human 5M-N8000 1 "--no-anneal-lr --iter-steps 8000 --total-timesteps 5000000"
-for name in cma-published-ends cma-linear-mean; do human $name 1 "$name --no-anneal-lr" benchmark/published/studies/change.py; done
+for name in cma-published-ends cma-linear-mean; do human $name 1 --no-anneal-lr "$(benchmark/published/changed.sh $name)"; done
 ppo="--no-anneal-lr --mode ppo --minibatch-size 128 --total-timesteps 5000000 --clip-coef" # the figure's: 0.0025
 human 5M-ppo-N8000 1 "$ppo 0.0025 --iter-steps 8000"
 for x in 0.0025/3 0.05/1 0.1/3 0.2/1; do human "5M-ppo-${x%/*}" ${x#*/} "$ppo ${x%/*}"; done # and seeds
-python -m benchmark.published && python benchmark/published/studies/didactic.py
+python -m benchmark.published

@@ -24,7 +24,7 @@ for seed in ${SEEDS:-1 2 3}; do
     seed --env-ids $env_id --variant 200k-lam-1 --command "python ppo_kl_adaptive.py $batch $steps --lam 1"
     for change in coady-{no-hinge,no-early-stop,fixed-rate}; do
       seed --env-ids $env_id --variant $change \
-        --command "python benchmark/published/studies/change.py $change $batch $steps"
+        --command "python $(benchmark/published/changed.sh $change) $batch $steps"
     done
   done
 done

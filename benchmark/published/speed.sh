@@ -24,7 +24,7 @@ changes=(--command "study=$one $now")
 for flags in "8-envs=$eight" clip-vloss=--clip-vloss; do changes+=(--command "study-${flags/=/=$one $now }"); done
 for name in floor-0.01 kl-rate value-epochs fresh-advantages state-std least-std wide-critic layer-norm pink-noise symlog \
   least-std+fresh-advantages; do
-  changes+=(--command "$name=python benchmark/published/studies/change.py $name $now")
+  changes+=(--command "$name=python $(benchmark/published/changed.sh $name) $now")
 done
 speed --no-sb3 --no-bare --steps 163840 --output $folder/what_matters-changes.csv "${changes[@]}"
 
