@@ -6,7 +6,7 @@ ppo_kl_adaptive.py the mean is over five iterations.
 """
 
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from benchmark import compare, data, report
 from benchmark.published import RESULTS, superseded
+from benchmark.published.lists import CHANGES, GOALS, MUJOCO, SCRIPTS, STUDIES, TASKS
 from benchmark.stats import running_mean
 
 BLUE = "#0072B2"
@@ -70,15 +71,9 @@ def by_batch(env_id: str) -> list[Curve]:
     return curves
 
 
-ANY = range(2**63)  # seeds
-
-
-def committed(
-    algorithms: Sequence[str], env_ids: Sequence[str], seeds: Container[int] = ANY
-) -> list[report.Group]:
+def committed(algorithms: Sequence[str], env_ids: Sequence[str]) -> list[report.Group]:
     """The committed runs of these algorithms on these environments, in this order."""
-    runs = (run for run in read() if run.seed in seeds)
-    groups = report.group(r for r in runs if r.algorithm in algorithms and r.env_id in env_ids)
+    groups = report.group(x for x in read() if x.algorithm in algorithms and x.env_id in env_ids)
     return sorted(groups, key=lambda g: (env_ids.index(g.env_id), algorithms.index(g.algorithm)))
 
 
@@ -90,16 +85,15 @@ class Effect(NamedTuple):
     judgement: compare.Judgement | None  # on the environments that both have run on
 
 
-def effects(
-    whole: str, changes: Sequence[str], env_ids: Sequence[str], metric: str, seeds=ANY
-) -> Iterator[Effect]:
+def effects(study: str, metric: str) -> Iterator[Effect]:
     """The whole, then each change that has run, judged as `compare` does."""
-    groups = committed((whole, *changes), env_ids, seeds)
-    before = [own for own in groups if own.algorithm == whole]
-    for name in (whole, *changes):
-        own = [member for member in groups if member.algorithm == name]
-        found = {member.env_id: member.finished for member in own}
-        runs = [found.get(env_id, []) for env_id in env_ids]
+    whole, env_ids, seeds = STUDIES[study]
+    found = [run for run in read() if run.seed in seeds and run.env_id in env_ids]
+    before = report.group(run for run in found if run.algorithm == whole)
+    for name in (whole, *CHANGES[study]):
+        own = report.group(run for run in found if run.algorithm == name)
+        by_task = {group.env_id: group.finished for group in own}
+        runs = [by_task.get(env_id, []) for env_id in env_ids]
         if name == whole:
             yield Effect(name, runs, None)
         elif any(runs):
@@ -150,15 +144,6 @@ def published(env_id: str, steps: int, metrics: tuple[str, ...], several: bool) 
 # --- figures --------------------------------------------------------------------------------------
 
 
-MUJOCO = (
-    *("HalfCheetah-v4", "Hopper-v4", "Walker2d-v4", "Ant-v4", "Swimmer-v4", "Reacher-v4"),
-    *("InvertedPendulum-v4", "InvertedDoublePendulum-v4"),
-)
-FLAT = *MUJOCO, "Humanoid-v4", "Pusher-v4", "Pendulum-v1"
-CLIPPED = dict.fromkeys(FLAT, "ppo_continuous_action")
-CLIPPED |= dict.fromkeys(("CartPole-v1", "Acrobot-v1", "MountainCar-v0"), "ppo")
-
-
 def kl_adaptive():
     """ppo_kl_adaptive.py: single seeds, their median, and Coady's run."""
     env_ids = ("HalfCheetah-v4", "Swimmer-v4", "Hopper-v4", "Walker2d-v4", "InvertedPendulum-v4")
@@ -186,10 +171,6 @@ def kl_adaptive():
     report.save(figure, looks, RESULTS, "ppo_kl_adaptive", svg=False)
 
 
-GOALS = {"Pong-v5": (0, 10, 18), "Breakout-v5": (10, 50, 100), "BeamRider-v5": (500, 1000, 1900)}
-SCRIPTS = ("ppo_continuous_action", "ppo_kl_adaptive 1M", "ppo_cma 1M")
-
-
 def learning(algorithms: Sequence[str], env_ids: Sequence[str], more: int = 0) -> tuple:
     """Learning curves: the figure, the axes that are left, the groups and their looks."""
     groups = committed(algorithms, env_ids)
@@ -200,7 +181,7 @@ def learning(algorithms: Sequence[str], env_ids: Sequence[str], more: int = 0) -
 
 
 FIGURES = {  # file: algorithms, environments
-    "ppo": ([f"{script}{x}" for script in CLIPPED.values() for x in ("", " cleanrl")], [*CLIPPED]),
+    "ppo": ([f"{script}{x}" for script in TASKS.values() for x in ("", " cleanrl")], [*TASKS]),
     "readme": (
         ["ppo_continuous_action", "ppo_continuous_action cleanrl", "ppo", "ppo cleanrl"],
         ["HalfCheetah-v4", "Hopper-v4", "Humanoid-v4", "Walker2d-v4", "CartPole-v1", "Acrobot-v1"],
@@ -265,62 +246,3 @@ def figures():
         report.save(figure, looks, RESULTS, name, svg=False)
     for make in (kl_adaptive, head_to_head, humanoid):
         make()
-
-
-CHANGED = (RESULTS.parent / "studies" / "changes").glob("*.patch")
-PATCHES = {path.stem: path.read_text().splitlines() for path in CHANGED}
-CHANGES = {
-    "ppo_cma 1M-no-mirror": "negative advantages are dropped, not mirrored",
-    "ppo_cma 1M-H1": "the variance is fitted to one iteration, H = 1",
-    "ppo_cma 1M-H5": "the variance is fitted to five iterations, H = 5",
-    "ppo_cma 1M-N32k": "32,000 steps an iteration",
-    "ppo_cma 1M-anneal-lr": "the learning rate falls linearly to 0",
-}
-ABLATED = ("Hopper-v4", "Walker2d-v4")
-CLAIMED = ("Hopper-v4", "HalfCheetah-v4")  # where Coady's claims were tried
-MODES = {"ppo_cma 1M-ppo": "`--mode ppo`, its own flags"}
-STUDY = {
-    "ppo_continuous_action study-8-envs": "`--num-envs 8 --num-steps 256`",
-    "ppo_continuous_action study-lambda-0.9": "`--gae-lambda 0.9`",
-    "ppo_continuous_action study-clip-vloss": "`--clip-vloss`",
-    "ppo_continuous_action study-target-kl": "`--target-kl 0.02`",
-}
-COADY = {"ppo_kl_adaptive 200k-lam-1": "`--lam 1`: no GAE"}
-EXPLORED = {
-    "ppo_continuous_action explore-log-std-0": "`--log-std-init 0`",
-    "ppo_continuous_action explore-log-std-0.35": "`--log-std-init -0.35`",
-    "ppo_continuous_action explore-8-envs": "`--num-envs 8 --num-steps 256`",
-    "change explore-state-std": "the deviation depends on the state",
-    "change explore-entropy-falls": "an entropy bonus of 0.01 that falls to 0",
-    "change explore-pink-start": "noise correlated in time in the first third",
-    "change explore-least-std": "the deviation stays above a tenth of the box in training",
-}
-for name, lines in sorted(PATCHES.items()):
-    if name.startswith("cma-"):
-        CHANGES[f"change {name}"] = lines[0]
-    elif name.startswith("coady-"):
-        COADY[f"change {name}"] = lines[0]
-    elif not name.startswith("explore-"):  # (+N): the lines it adds; one more + names the file
-        STUDY[f"change {name}"] = f"{lines[0]} (+{sum(x.startswith('+') for x in lines) - 1})"
-STUDIED = ("HalfCheetah-v4", "Walker2d-v4", "Ant-v4", "InvertedDoublePendulum-v4")
-SEEDS = range(101, 104)
-SCREENED = "ppo_continuous_action study", STUDY, STUDIED, "evaluation", SEEDS
-HARD = [f"dm_control/{x}-v0" for x in ("finger-spin", "pendulum-swingup", "walker-run")]
-HARD += [f"dm_control/{x}-v0" for x in ("hopper-hop", "acrobot-swingup")]
-LED = [f"dm_control/{x}-v0" for x in ("cartpole-swingup", "cheetah-run", "walker-walk")]
-LED += [f"dm_control/{x}-v0" for x in ("reacher-easy", "quadruped-walk")]
-FOUND = {x: STUDY[x] for x in STUDY if re.search("fresh|least|study-8|-clip|target", x)}
-FOUND["change least-std+fresh-advantages"] = "both: advantages again, least deviation"
-FOUND["ppo_continuous_action study-std-0.1"] = "the deviation is set back to a twentieth"
-FOUND["ppo_continuous_action"] = "`--target-kl 0.02`, now the default, seeds 201 to 210"
-FOUND["change least-std-8-envs"] = "8 environments, and the deviation stays above a tenth"
-EIGHT = (*STUDIED, "Hopper-v4", "Swimmer-v4", "Humanoid-v4", "Reacher-v4")
-FINALISTS = "ppo_continuous_action no-target-kl", FOUND, EIGHT, "evaluation"
-BEFORE = "ppo_continuous_action"  # without a change
-WINNER = {"ppo_continuous_action ent-coef-0.01": "`--ent-coef 0.01 --anneal-ent-coef`"}
-EXPLORING = {
-    "explore": ("ppo_continuous_action explore-defaults", EXPLORED, HARD),
-    "explore-eight": (BEFORE, EXPLORED, EIGHT),
-    "explore-led": (BEFORE, EXPLORED, LED),
-    "explore-winner": (BEFORE, WINNER, (*EIGHT, "InvertedPendulum-v4")),
-}

@@ -14,13 +14,21 @@ from scipy.stats import norm, ttest_ind_from_stats
 
 from benchmark import compare, data, report, speed, stats
 from benchmark.published import RESULTS, curves
-from benchmark.published.studies import default
+from benchmark.published.lists import (
+    BONUS_TASKS,
+    CHANGES,
+    CLIPPED,
+    GOALS,
+    MUJOCO,
+    SCRIPTS,
+    STUDIES,
+    TASKS,
+)
 from benchmark.report import estimate, number
 
 SPEED = RESULTS / "speed"
 BONUSES = RESULTS / "default.csv"
 BONUS = "ent-coef-0.01"
-CLIPPED = "ppo_continuous_action"
 
 
 class Cell(str):
@@ -69,7 +77,7 @@ def clipped_results() -> str:
     header = "environment, steps | seeds | final policy | training "
     header += "| final policy at CleanRL's settings | training there"
     rows = []
-    for env_id, script in curves.CLIPPED.items():
+    for env_id, script in TASKS.items():
         own, cleanrl = (curves.runs(env_id, script, name) for name in ("default", "cleanrl"))
         steps = own[0].info["args"]["total_timesteps"]
         seeds = ", ".join(str(len(runs)) for runs in (own, cleanrl))
@@ -135,7 +143,7 @@ def bonus_tasks(step: int = 2, arm: str = "0.01/dims") -> str:
     """Steps 2 and 3: an arm beside none. On one dimension it is 0.01, which was published, too."""
     rows = []
     pairs = {"training": [], "evaluation": []}
-    for env_id in default.TASKS if step == 2 else default.TASKS[2:4]:
+    for env_id in BONUS_TASKS if step == 2 else BONUS_TASKS[2:4]:
         without = curves.runs(env_id, CLIPPED)
         published = curves.runs(env_id, CLIPPED, BONUS) if "Inverted" in env_id else []
         cells = [env_id]
@@ -171,9 +179,9 @@ def helped() -> str:
 def scores_by_script(groups: list[report.Group], metric: str) -> list[list[str]]:
     """A row for each environment: seeds of each script, and each script's score."""
     rows = []
-    for env_id in curves.MUJOCO:
+    for env_id in MUJOCO:
         own = {g.algorithm: g.finished for g in groups if g.env_id == env_id}
-        found = [own.get(name, []) for name in curves.SCRIPTS]
+        found = [own.get(name, []) for name in SCRIPTS]
         seeds = ", ".join(str(len(x)) for x in found)
         rows.append([env_id, seeds, *(by_seed(x, metric) for x in found)])
     return rows
@@ -181,7 +189,7 @@ def scores_by_script(groups: list[report.Group], metric: str) -> list[list[str]]
 
 def head_to_head(metric: str) -> str:
     """Scores with the best in bold, those over all environments, and P(above the clipped one)."""
-    groups = curves.committed(curves.SCRIPTS, curves.MUJOCO)
+    groups = curves.committed(SCRIPTS, MUJOCO)
     scales = data.read_scales(data.SCALES)
     rows = []
     for env_id, seeds, *scores in scores_by_script(groups, metric):
@@ -189,11 +197,11 @@ def head_to_head(metric: str) -> str:
         marked = (bold(x) if y == max(numbers) else x for x, y in zip(scores, numbers, strict=True))
         rows.append([env_id, seeds, *marked])
     algorithms, _ = report.compared(groups, metric)
-    scores = [report.normalised(algorithms[name], metric, scales) for name in curves.SCRIPTS]
+    scores = [report.normalised(algorithms[name], metric, scales) for name in SCRIPTS]
     rows.append(["all eight, normalised", "", *(in_words(stats.iqm, own) for own in scores)])
     wins = [in_words(stats.improvement, [*own, *scores[0]]) for own in scores[1:]]
     rows.append(["P(above clipped)", "", "", *wins])
-    header = " | ".join(f"`{name.split()[0]}.py`" for name in curves.SCRIPTS)
+    header = " | ".join(f"`{name.split()[0]}.py`" for name in SCRIPTS)
     return table(f"environment | seeds | {header}", rows)
 
 
@@ -213,7 +221,7 @@ def scores() -> str:
         return cell(by_seed(found) + seeds, found)
 
     rows = []
-    for env_id, script in curves.CLIPPED.items():
+    for env_id, script in TASKS.items():
         steps = curves.runs(env_id, script)[0].info["args"]["total_timesteps"]
         cells = [score(10, env_id, script), score(3, env_id, script, "cleanrl")]
         cells += [score(5, env_id, f"ppo_{x}", "1M") for x in ("kl_adaptive", "cma")]
@@ -228,22 +236,22 @@ def scores() -> str:
 # --- PPO-CMA --------------------------------------------------------------------------------------
 
 
-def ablations(
-    whole: str, changes: dict[str, str], env_ids, metric: str, seeds=curves.ANY, paid: str = ""
-) -> str:
+def ablations(study: str, metric: str = "evaluation") -> str:
     """A row for the whole and one for each change: seeds, scores, P with its interval, p, verdict.
-    If `paid` names a table of speeds, also the CPU time, over that of the whole."""
+    If it was measured, also the CPU time, over that of the whole."""
     rows = []
-    found = costs(paid) if paid else {}
-    for name, runs, judged in curves.effects(whole, changes, env_ids, metric, seeds):
-        cells = [changes.get(name, "none"), ", ".join(str(len(x)) for x in runs)]
+    paid = study in ("what-matters", "finalists")
+    found = costs("what_matters-changes")
+    for name, runs, judged in curves.effects(study, metric):
+        cells = [CHANGES[study].get(name, "none"), ", ".join(str(len(x)) for x in runs)]
         if paid:
             time = ratio(found["study"], found.get(name.split()[-1]))
-            cells.insert(1, cell(time, [SPEED / f"{paid}.csv"]))
+            cells.insert(1, cell(time, [SPEED / "what_matters-changes.csv"]))
         cells += [by_seed(x, metric) or "-" for x in runs]
         rows.append(cells + (judgement(judged) if judged else ["", "", ""]))
     first = ["change", "CPU time", "seeds"] if paid else ["change", "seeds"]
-    return table(" | ".join([*first, *env_ids, "P(better)", "p", "verdict"]), rows)
+    columns = [*first, *STUDIES[study].env_ids, "P(better)", "p", "verdict"]
+    return table(" | ".join(columns), rows)
 
 
 def judgement(judged: compare.Judgement) -> list[str]:
@@ -254,15 +262,13 @@ def judgement(judged: compare.Judgement) -> list[str]:
 
 def studied() -> str:
     """Each change of both studies of the clipped script, on the tasks where it was tried first."""
-    second = *curves.EXPLORING["explore"], "evaluation"
-    tasks = {"four of MuJoCo": curves.SCREENED, "five of dm_control": second}
     rows = []
-    for words, (whole, changes, *which) in tasks.items():
-        for name, runs, judged in curves.effects(whole, changes, *which):
+    for study, words in {"what-matters": "four of MuJoCo", "explore": "five of dm_control"}.items():
+        for name, runs, judged in curves.effects(study, "evaluation"):
             if judged:
                 everything = [run for x in runs for run in x]
                 cells = (cell(x, everything) for x in judgement(judged))
-                rows.append([changes[name], words, *cells])
+                rows.append([CHANGES[study][name], words, *cells])
     return table("change | on | P(better) | p | verdict", rows)
 
 
@@ -387,7 +393,7 @@ def coady(prefix: str) -> str:
 
 def games(script: str, *more: str) -> list[data.Run]:
     kinds = "default", *more
-    return [x for kind in kinds for game in curves.GOALS for x in curves.runs(game, script, kind)]
+    return [x for kind in kinds for game in GOALS for x in curves.runs(game, script, kind)]
 
 
 def atari_results(script: str = "ppo_atari_multigpu") -> str:
@@ -399,7 +405,7 @@ def atari_results(script: str = "ppo_atari_multigpu") -> str:
         name = f"{setting}, seed {run.seed}"
         cells = [name, f"{run.steps[-1] / 1e6:.2f}M, {run.hours:.1f}"]
         cells += [f"**{run.score(metric):.1f}**" for metric in ("training", "evaluation")]
-        for goal in curves.GOALS[run.env_id]:
+        for goal in GOALS[run.env_id]:
             step = stats.first_reach(run.steps, run.returns, goal, least=100) / 1e6
             cells.append(f"{goal}: {step:.2f}M" if np.isfinite(step) else f"{goal}: not reached")
         rows.append(measured([*cells[:4], ", ".join(cells[4:])], run))
@@ -520,19 +526,9 @@ BLOCKS = {
 }  # fmt: skip
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
 BLOCKS["bonus-fresh"] = partial(bonus_tasks, 3)
-ALPHAS = {f"{CLIPPED} rpo-{x}": f"`--rpo-alpha {x}`" for x in (0.01, 0.1, 0.5)}
-TASKS = "cheetah-run", "hopper-hop", "reacher-easy", "walker-walk"
-ON = *curves.MUJOCO[:4], *(f"dm_control/{task}-v0" for task in TASKS)
-BLOCKS["rpo"] = partial(ablations, f"{CLIPPED} no-target-kl", ALPHAS, ON, "evaluation")
-CLAIMS = "ppo_kl_adaptive 200k", curves.COADY, curves.CLAIMED
 for metric in report.METRICS:
-    BLOCKS |= {f"claims-{metric}": partial(ablations, *CLAIMS, metric)}
-    BLOCKS |= {f"head-to-head-{metric}": partial(head_to_head, metric)}
-    parts = (curves.CHANGES, curves.ABLATED)
-    modes = (curves.MODES, curves.MUJOCO)
-    for name, changes in {"ablations": parts, "modes": modes}.items():
-        BLOCKS |= {f"{name}-{metric}": partial(ablations, "ppo_cma 1M", *changes, metric)}
-for name, changes in curves.EXPLORING.items():
-    BLOCKS[name] = partial(ablations, *changes, "evaluation")
-for name, changes in {"what-matters": curves.SCREENED, "finalists": curves.FINALISTS}.items():
-    BLOCKS[name] = partial(ablations, *changes, paid="what_matters-changes")
+    BLOCKS[f"head-to-head-{metric}"] = partial(head_to_head, metric)
+    for name in ("ablations", "modes", "claims"):
+        BLOCKS[f"{name}-{metric}"] = partial(ablations, name, metric)
+for name in STUDIES.keys() - {"ablations", "modes", "claims"}:
+    BLOCKS[name] = partial(ablations, name)
