@@ -93,58 +93,6 @@ def test_the_unit_of_actions():
         assert (agent.origin.tolist(), agent.unit.tolist()) == (origin, unit)
 
 
-DISCRETE = {  # and how many choices each branch has
-    "discrete": (spaces.Discrete(4, start=3), [4]),
-    "multi-discrete": (spaces.MultiDiscrete([[2, 3], [4, 2]]), [2, 3, 4, 2]),
-    "multi-binary": (spaces.MultiBinary(3), [2, 2, 2]),
-}
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", DISCRETE)
-def test_sampled_choices_have_the_policys_frequencies(name, masked):
-    """In numpy and torch, alone and behind a mask of every second choice; the joint probability is
-    the product of the branches'."""
-    space, sizes = DISCRETE[name]
-    _, agent = set_up(ppo, space)
-    assert agent.choices == sizes
-    mask = np.concatenate([np.arange(n) % 2 == 0 for n in sizes]).astype(np.float32)
-    row = np.concatenate([np.ones(3), mask] if masked else [np.ones(3)]).astype(np.float32)
-    obs = np.tile(row, (20_000, 1))
-    actions, greedy = agent.act(obs, agent.noise(20_000)), agent.act(obs[:1])
-    assert actions.shape == (20_000, *space.shape) and greedy[0] in space
-    start = getattr(space, "start", 0)
-    acted, greedy = ((x - start).reshape(len(x), -1) for x in (actions, greedy))
-    tensor = torch.as_tensor(obs)
-    sampled, logprob, entropy, _ = agent.get_action_and_value(tensor)
-    scores = agent.actor(torch.ones(3)).detach()
-    scores = scores.where(torch.tensor(mask) > 0, -torch.inf) if masked else scores
-    parts = [torch.distributions.Categorical(logits=x) for x in scores.split(sizes)]
-    for k, part in enumerate(parts):
-        for drawn in (acted, sampled.numpy()):
-            frequency = np.bincount(drawn[:, k], minlength=sizes[k]) / 20_000
-            np.testing.assert_allclose(frequency, part.probs, atol=0.015)
-            assert (frequency[part.probs == 0] == 0).all()
-        assert greedy[0, k] == part.probs.argmax()
-    expected = sum(part.log_prob(sampled[:, k]) for k, part in enumerate(parts))
-    torch.testing.assert_close(logprob, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(entropy[0], sum(part.entropy() for part in parts))
-
-
-def test_a_mask_of_all_or_of_nothing_is_no_mask():
-    _, agent = set_up(ppo)
-    obs, actions = torch.randn(50, 3), torch.randint(3, (50, 1))
-    plain = agent.get_action_and_value(obs, actions)
-    masked = agent.get_action_and_value(torch.cat([obs, torch.ones(50, 3)], dim=1), actions)
-    for x, y in zip(plain, masked, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-    nothing = torch.cat([obs, torch.zeros(50, 3)], dim=1)
-    for x, y in zip(plain, agent.get_action_and_value(nothing, actions), strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
-    noise = agent.noise(50)
-    assert (agent.act(nothing.numpy(), noise) == agent.act(obs.numpy(), noise)).all()
-
-
 @pytest.mark.parametrize("script", ["ppo_continuous_action", "ppo_pixels", "ppo_lstm"])
 def test_moments_are_those_of_all_that_was_seen(script):
     rng, moments = np.random.default_rng(0), importlib.import_module(script).RunningMoments((4,))
