@@ -13,7 +13,7 @@ from reference import Adam, advantages, clipped_objective, gaussian, gradient, m
 
 SEEN = gym.spaces.Box(-np.inf, np.inf, (3,))
 BOX = gym.spaces.Box(np.float32([-1, 0]), np.float32([3, 0.5]))
-LENGTHS = [5, 9, 3, 7]
+LENGTHS = [[5, 9, 3, 7], [4, 2, 6], [8, 3, 9, 5, 2]]  # of the episodes of each iteration
 
 
 def descend(p: dict, network: str, loss, adam: Adam, rate: float):
@@ -52,17 +52,22 @@ def test_cma(monkeypatch, mode):
     module, args, agent = make("ppo_cma", SEEN, BOX, learning_rate=0.004, **flags)
     agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-8, fused=True)
     p, seen, adam, rng = parameters(agent), Counter(), Adam(1e-8), np.random.default_rng(8)
-    cma, rate, B = mode.startswith("ppo-cma"), args.learning_rate, sum(LENGTHS)
+    cma, rate = mode.startswith("ppo-cma"), args.learning_rate
     low, high = torch.tensor(BOX.low).double(), torch.tensor(BOX.high).double()
     floor, ceiling = math.log(0.01**2), (high - low).square().log()
     squares, scale, history, drawn = [], torch.ones(3).double(), [], []
-    plain = module.fit
+    plain, draw, sizes = module.fit, module.history_minibatches, []
 
     def fit(name, adam, minibatches, loss_fn):
         drawn.append([part.tolist() for part in minibatches])
         return plain(name, adam, torch.tensor(drawn[-1]), loss_fn)
 
+    def history_minibatches(*given):
+        sizes.append(given[0])
+        return draw(*given)
+
     monkeypatch.setattr(module, "fit", fit)
+    monkeypatch.setattr(module, "history_minibatches", history_minibatches)
 
     def gauss(p, x):
         """Mean and log variance, between bounds."""
@@ -74,9 +79,9 @@ def test_cma(monkeypatch, mode):
     def logprob(action, mu, logvar):
         return gaussian(action, mu, (logvar / 2).exp())[0] + math.log(2 * math.pi)
 
-    ends = np.cumsum(LENGTHS)
-    ended = np.isin(np.arange(1, B + 1), ends)
-    for iteration in range(3):
+    for iteration, lengths in enumerate(LENGTHS):
+        B, ends = sum(lengths), np.cumsum(lengths)
+        ended = np.isin(np.arange(1, B + 1), ends)
         raw = rng.normal(0, [1, 5, 0.1], (B, 3)).astype(np.float32)
         acts = rng.uniform(BOX.low, BOX.high, (B, 2)).astype(np.float32)
         rewards, start = rng.normal(0, 1, B), parameters(agent)
@@ -89,11 +94,11 @@ def test_cma(monkeypatch, mode):
         scale = torch.minimum(scale, 1 / (2 * mean(squares).sqrt() + 0.001))  # only shrinks
         with torch.no_grad():
             mu_old = [gauss(p, x)[0] for x in obs]
-        times = [t for length in LENGTHS for t in range(length)]
+        times = [t for length in lengths for t in range(length)]
         clock = [torch.tensor([0.001 * t]).double() for t in times]
         inputs = [torch.cat([x * scale, t]) for x, t in zip(obs, clock, strict=True)]
         paid = [x.tolist() for x in np.split(rewards, ends[:-1])]
-        nothing = [[0.0] * (n + 1) for n in LENGTHS]
+        nothing = [[0.0] * (n + 1) for n in lengths]
         returns = of_episodes(paid, nothing, args.gamma, 1.0)
         if iteration == 0:  # the first minibatch set the biases: it is not in `drawn`
             rows = torch.randint(B, (args.n_updates, 16), generator=twin)[0].tolist()
@@ -116,9 +121,10 @@ def test_cma(monkeypatch, mode):
 
         if cma:  # the variance, from the last iterations, about means that have not moved yet
             history = [*history, [*zip(obs, actions, a, strict=True)]][-2:]
+            assert sizes[-1] == [len(batch) for batch in history]
             past = [row for batch in history for row in batch]
             for rows in drawn[1]:
-                seen["past"] += sum(i < B for i in rows) if len(history) == 2 else 0
+                seen["past"] += sum(i < sizes[-1][0] for i in rows) if len(history) == 2 else 0
                 terms = []
                 for x, action, advantage in [past[i] for i in rows]:
                     mu, logvar = gauss(p, x)
@@ -149,7 +155,7 @@ def test_cma(monkeypatch, mode):
         same_metrics(metrics, {"value_loss": mean(value_losses)})
         same_parameters(agent, p, start, rate)
         torch.testing.assert_close(agent.obs_scale, scale.float())
-        assert metrics["charts/mean_episodic_return"] == pytest.approx(rewards.sum() / 4)
+        assert metrics["charts/mean_episodic_return"] == pytest.approx(rewards.sum() / len(lengths))
     if mode == "ppo":
         assert CLIPPED - {("gradient", "clipped")} <= seen.keys()
     assert not cma or seen["past"]

@@ -132,6 +132,16 @@ def test_killed_and_resumed_is_uninterrupted(script, tmp_path, monkeypatch):
         assert scalars(folder, timed=True)["charts/SPS"][-1][1] < 1
 
 
+@pytest.mark.parametrize("script", PARALLEL)
+def test_five_environments_in_two_workers(script, tmp_path, monkeypatch):
+    """The first three are the first worker's: the bits are those without workers."""
+    quick_workers(monkeypatch)
+    for workers in (0, 2):
+        flags = f"--num-envs 5 --env-workers {workers}{' -b 5' * (script == WHOLE[0])}"
+        train(script, tmp_path / f"{workers}", flags, iterations=5)
+    assert_same(*(outcome(script, tmp_path / name) for name in ("0", "2")))
+
+
 @EVERY
 def test_a_signal_saves_and_the_second_acts_at_once(script, tmp_path, capfd):
     folder = tmp_path / "a run"  # its name is quoted in what is printed
@@ -203,6 +213,14 @@ def test_what_a_run_writes(script, tmp_path, capfd):
     for tag in ("losses/policy_loss", "losses/value_loss", "losses/explained_variance"):
         assert [step for step, _ in points[tag]] == ends, tag
     assert f"--evaluate {folder}" + f" {named(script)}".rstrip() in printed.splitlines()[-1]
+    # the last 100 returns are kept, whatever is resumed
+    torch.save(saved | {"last_returns": [float(k) for k in range(100)]}, folder / "checkpoint.pt")
+    final = resume(script, folder, f"--total-timesteps {6 * STEPS[script]}")
+    more = np.array(rows(folder)[1 + len(returns) :], float)[:, 1]
+    assert 0 < len(more) < 100
+    assert final["last_returns"] == pytest.approx([*range(len(more), 100), *more])
+    facts = json.loads((folder / "run.json").read_text())
+    assert facts["final_return"] == pytest.approx(np.mean(final["last_returns"]))
 
 
 @EVERY

@@ -101,6 +101,20 @@ def test_rows_of_agents_that_die_join_stop_and_vanish(tmp_path):
         np.testing.assert_array_equal(getattr(same, name), getattr(data, name))
 
 
+@pytest.mark.parametrize("end", ["dies", "stops", "silent"])
+def test_a_held_action_ends_with_the_first_agent_that_does(end):
+    """In its second step of three; the next one is held to the end."""
+    kwargs = {"sizes": [1, 1], "limit": 99, "silent": end == "silent"}
+    kwargs["stops" if end == "stops" else "dies"] = {"drone_0": 2}
+    envs = make_envs("agents_toy:drift", kwargs, action_repeat=3)
+    rewards, terminated, truncated = envs.step(np.zeros((1, 2, 1), np.float32))
+    assert (envs.envs[0].t, rewards.tolist()) == (2, [[2.0, 2.0]])
+    assert terminated.tolist() == [[end != "stops", False]]
+    assert truncated.tolist() == [[end == "stops", False]]
+    envs.step(np.zeros((1, 2, 1), np.float32))
+    assert envs.envs[0].t == 5
+
+
 def test_turns_and_the_rewards_of_who_waits(tmp_path):
     for folder, team in ((tmp_path / "one", False), (tmp_path / "team", True)):
         kwargs = {"masks": not team}  # who waits has none, or one of ones
