@@ -16,7 +16,7 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
        and lower the learning rate if the policy moved too far (KL), or raise it
 
     python ppo_continuous_action_warp.py  # --resume runs/RUN goes on, --evaluate runs/RUN plays
-    python ppo_continuous_action_warp.py --env-id Pendulum-v1 --num-envs 256 --num-steps 32 \
+    python ppo_continuous_action_warp.py --env-id Pendulum-v1 --num-envs 256 --num-steps 32 \\
         --hidden 64 64 --total-timesteps 800000  # without engine or GPU; expect -180
 
 Expect 10,000 on HalfCheetah-v4 after a minute on an H100; on a CPU ppo_continuous_action.py is

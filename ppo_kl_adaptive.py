@@ -23,7 +23,7 @@ This is `--servo coady`. `schulman` is the PPO paper's: beta doubles at D > 1.5 
 1.5, no more; with `fixed` it stays. `learning-rate` is what rl_games and RSL-RL call adaptive: the
 clipped loss, no penalty, and after each step, D > 2 d: rate / 1.5, D < d / 2: rate * 1.5.
 
-Expect 2,600 on Hopper-v4 after 1.5M steps (one seed of three falls back to 500) and 900 to 2,600 on
+Expect 2,600 on Hopper-v4 after 1.5M steps (one seed of three falls back to 500) and 920 to 2,600 on
 HalfCheetah-v4 after 1M; 1M steps take three to five minutes on one CPU core. Left out on purpose:
 pixels, recurrence, several or mixed action branches, EnvPool, a compiled step.
 

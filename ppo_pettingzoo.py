@@ -19,7 +19,7 @@ agent's own observation and number (IPPO: de Witt et al. 2020). Every iteration:
     python ppo_pettingzoo.py --env-id mpe2.simple_speaker_listener_v4    # or sisl/multiwalker_v9
     python ppo_pettingzoo.py --evaluate runs/RUN    # --resume runs/RUN goes on
     python ppo_pettingzoo.py --env-id mpe2.simple_spread_v3 --team-reward --critic concatenated
-    python ppo_pettingzoo.py --env-id atari/pong_v3 --num-envs 8 --learning-rate 2.5e-4 \
+    python ppo_pettingzoo.py --env-id atari/pong_v3 --num-envs 8 --learning-rate 2.5e-4 \\
         --clip-coef 0.1 --eval-interval 200 --total-timesteps 10000000      # self-play from images
 
 Expect a team return of -32 over the last 100 episodes of the first (500,000 steps, 3 minutes on one

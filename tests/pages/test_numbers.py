@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmark import data
-from benchmark.published import HERE, RESULTS, curves, docs, index, superseded, tables
+from benchmark import compare, data
+from benchmark.published import HERE, RESULTS, ROOT, curves, docs, index, superseded, tables
+from benchmark.published.lists import MUJOCO, SCRIPTS
+from benchmark.stats import iqm
 
 
 def cells(block: str, first: str) -> list[str]:
@@ -111,3 +113,78 @@ def test_a_row_of_a_superseded_run_has_its_scores(tmp_path):
         assert row.info["global_step"] == run.info["global_step"]
         for metric in ("training", "evaluation"):
             assert row.score(metric) == pytest.approx(run.score(metric), abs=1e-4)
+
+
+# --- numbers in sentences -------------------------------------------------------------------------
+EXPECTED = [  # of a docstring: what stands around the number, and what it is of which runs
+    ("ppo", r"Expect (\S+) on CartPole", "CartPole-v1", "default", "evaluation", np.median),
+    ("ppo_continuous_action", r"Expect (\S+) over", "HalfCheetah-v4", "default", "training", iqm),
+    (
+        "ppo_continuous_action",
+        r"(\S+) of the final",
+        "HalfCheetah-v4",
+        "default",
+        "evaluation",
+        iqm,
+    ),
+    ("ppo_cma", r"Expect (\S+) over the last", "Humanoid-v4", "anneal-lr", "training", iqm),
+    ("ppo_cma", r"(\S+) of the final", "Humanoid-v4", "anneal-lr", "evaluation", iqm),
+    ("ppo_kl_adaptive", r"Expect (\S+) on Hopper", "Hopper-v4", "default", "training", np.median),
+    ("ppo_kl_adaptive", r"and (\S+) to \S+ on Half", "HalfCheetah-v4", "1M", "training", np.min),
+    ("ppo_kl_adaptive", r"to (\S+) on HalfCheetah", "HalfCheetah-v4", "1M", "training", np.max),
+    ("ppo_lstm", r"Expect (\S+) on", "CartPoleNoVel-v1", "default", "evaluation", iqm),
+    ("ppo_pixels", r"Expect (\S+) over", "MiniGrid-DoorKey-5x5-v0", "default", "training", iqm),
+    ("ppo_atari_multigpu", r"Expect (\S+) on Pong", "Pong-v5", "default", "training", iqm),
+    ("ppo_atari_multigpu", r"and (\S+) on Breakout", "Breakout-v5", "default", "training", iqm),
+]
+
+
+@pytest.mark.parametrize(("script", "words", "env_id", "variant", "metric", "of"), EXPECTED)
+def test_what_a_docstring_expects(script, words, env_id, variant, metric, of):
+    """To two digits."""
+    text = " ".join((ROOT / f"{script}.py").read_text().split('"""')[1].split())
+    (number,) = re.findall(words, text)
+    scores = [run.score(metric) for run in curves.runs(env_id, script, variant)]
+    assert float(number.replace(",", "")) == float(f"{of(np.array(scores)):.2g}")
+
+
+def test_numbers_to_search_for_are_in_the_index():
+    """Pages show the command `grep 'NUMBER' .../INDEX.csv`."""
+    pages = [*docs.PAGES, HERE / "README.md"]
+    shown = re.findall(r"grep '([\d,]+)'", "".join(page.read_text() for page in pages))
+    lines = index.INDEX.read_text().splitlines()
+    assert len(shown) >= 3
+    for number in shown:
+        assert any(line.startswith("README.md,scores,") and number in line for line in lines)
+
+
+def test_who_is_ahead_for_certain():
+    """What README says below its scores: p below 0.05 after Holm's correction for 16 tests."""
+    clipped, *others = SCRIPTS
+    groups = {(g.algorithm, g.env_id): g for g in curves.committed(SCRIPTS, MUJOCO)}
+    found = {}
+    for name, env_id in product(others, MUJOCO):
+        pair = [
+            groups[name, env_id].scores("evaluation"),
+            groups[clipped, env_id].scores("evaluation"),
+        ]
+        judged = compare.judge([pair[0]], [pair[1]])
+        found[name.split()[0], env_id.split("-")[0]] = judged.p, judged.probability > 0.5
+    ahead, alive = set(), True
+    for k, (pair, (p, above)) in enumerate(sorted(found.items(), key=lambda item: item[1])):
+        alive = alive and p * (len(found) - k) < 0.05
+        if alive:
+            assert above  # the clipped one is the better one
+            ahead.add(pair)
+    assert "ahead of both others on HalfCheetah and Ant" in docs.PAGES[0].read_text()
+    assert "of KL-adaptive PPO on Hopper and Walker2d" in docs.PAGES[0].read_text()
+    both = {
+        (name, env) for name in ("ppo_kl_adaptive", "ppo_cma") for env in ("HalfCheetah", "Ant")
+    }
+    assert ahead == both | {("ppo_kl_adaptive", "Hopper"), ("ppo_kl_adaptive", "Walker2d")}
+
+
+def test_runs_without_a_command_are_as_many_as_the_page_says():
+    kept = [run for run in curves.read() if run.place.suffix == ".json"]
+    without = sum("command" not in run.info for run in kept)
+    assert f"({without} of the first runs have none" in (HERE / "README.md").read_text()
