@@ -17,7 +17,8 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
     python ppo.py --env-id CartPole-v1  # --resume runs/RUN goes on, --evaluate runs/RUN plays
 
 Expect 500 on CartPole-v1 after 100,000 steps (10 to 35 seconds on a CPU core), of 9 seeds in 10.
-Flags and tags are CleanRL's. Its defaults are `--learning-rate 2.5e-4 --update-epochs 4`.
+Flags and tags are CleanRL's. Its defaults are
+`--learning-rate 2.5e-4 --update-epochs 4 --no-scale-obs --no-scale-rewards`.
 
 In order: Args, agent, algorithm, rollout, train. Below the line after train nothing is PPO.
 """
@@ -91,6 +92,8 @@ class Args:
     gae_lambda: float = 0.95  # lambda of the generalized advantage estimate
     num_minibatches: int = 4  # minibatches per epoch
     update_epochs: int = 10  # passes over an iteration's samples
+    scale_obs: bool = True  # numbers in observations by their mean and deviation so far
+    scale_rewards: bool = True  # divide rewards by the deviation of discounted returns
     norm_adv: bool = True  # normalize advantages within each minibatch
     clip_coef: float = 0.2  # epsilon of the clipped surrogate
     clip_vloss: bool = True  # also clip the change of the value
@@ -121,6 +124,28 @@ class Args:
 
 
 # --- agent ----------------------------------------------------------------------------------------
+class RunningMoments(nn.Module):
+    """Mean and variance of all that was seen (Chan, Golub & LeVeque 1979), saved with the agent."""
+
+    def __init__(self, shape: tuple[int, ...] = ()):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def update(self, x: np.ndarray | torch.Tensor):
+        """Take in a batch [B, *shape]."""
+        for start in range(0, len(x), 4096):
+            part = torch.as_tensor(x[start : start + 4096], device=self.mean.device).double()
+            total = self.count + len(part)
+            mean = part.mean(dim=0)
+            delta = mean - self.mean
+            squares = self.var * self.count + (part - mean).square().sum(dim=0)
+            self.var.copy_((squares + delta.square() * self.count * len(part) / total) / total)
+            self.mean += delta * len(part) / total
+            self.count.copy_(total)
+
+
 def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
     """Two layers of 64 tanh units and a linear one; orthogonal weights, biases 0 (detail 2)."""
     layers = []
@@ -138,21 +163,35 @@ class Agent(nn.Module):
         super().__init__()
         args = args or Args()
         space = env.action_space
-        (self.dim,) = env.observation_space.shape
+        self.dim = gym.spaces.flatdim(env.observation_space)
         self.space = space
         self.choices = branches(space)
         self.critic = mlp(self.dim, 1, gain=1.0)  # two networks (detail 13)
         self.actor = mlp(self.dim, sum(self.choices), gain=0.01)
+        self.obs_moments = RunningMoments((self.dim,))
+        self.return_moments = RunningMoments()
+        self.discounted = np.zeros(1)  # [N], return so far of each episode in training
+        scaled = torch.tensor(numbers(env.observation_space) & args.scale_obs)  # [D]
+        self.register_buffer("scaled", scaled, persistent=False)
         self.rng = np.random.default_rng(args.seed)  # draws actions and minibatches
+
+    def normalize(self, obs: torch.Tensor) -> torch.Tensor:
+        """Observations [..., D] standardized and clipped to +-10 (continuous details 6, 7), but
+        for choices, which are zeros and ones."""
+        scale = (self.obs_moments.var + 1e-8).rsqrt().float()
+        obs = obs[..., : self.dim].float()
+        features = ((obs - self.obs_moments.mean.float()) * scale).clamp(-10.0, 10.0)
+        return torch.where(self.scaled, features, obs)
 
     def get_value(self, obs: torch.Tensor) -> torch.Tensor:
         """V [...] at observations [..., D]."""
-        return self.critic(obs[..., : self.dim]).squeeze(-1)
+        return self.critic(self.normalize(obs)).squeeze(-1)
 
     def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor | None = None):
         """Action [B, A] (sampled unless given), its log-probability [B], entropy [B] and value [B]:
         those of A branches of choices add up (MultiDiscrete detail 1)."""
-        scores = self.actor(obs[..., : self.dim])
+        features = self.normalize(obs)
+        scores = self.actor(features)
         if obs.shape[-1] > self.dim:  # a mask may follow: if no choice is valid, all are
             scores = scores - 1e3 * (obs[..., self.dim :] <= 0)
         logprobs = [part.log_softmax(-1) for part in scores.split(self.choices, dim=-1)]
@@ -162,7 +201,7 @@ class Agent(nn.Module):
         choices = zip(logprobs, action.split(1, dim=-1), strict=True)
         logprob = sum(part.gather(-1, choice).squeeze(-1) for part, choice in choices)
         entropy = sum(-(part.exp() * part).sum(dim=-1) for part in logprobs)
-        return action, logprob, entropy, self.get_value(obs)
+        return action, logprob, entropy, self.critic(features).squeeze(-1)
 
     def act(self, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
         """The likeliest actions [N, ...] at observations [N, D] or, given `noise(N)`, samples."""
@@ -185,7 +224,7 @@ def gae(rewards, values, terminated, truncated, gamma: float, gae_lambda: float)
 
 
 class Rollout(NamedTuple):
-    obs: np.ndarray  # [T + 1, N, D], perhaps followed by a mask
+    obs: np.ndarray  # [T + 1, N, D], raw, perhaps followed by a mask
     actions: np.ndarray  # [T, N, branches], counted from 0
     rewards: np.ndarray  # [T, N]
     terminated: np.ndarray  # [T, N]
@@ -194,7 +233,7 @@ class Rollout(NamedTuple):
 
 
 class Batch(NamedTuple):
-    obs: torch.Tensor  # [B, D], perhaps followed by a mask
+    obs: torch.Tensor  # [B, D], raw, perhaps followed by a mask
     actions: torch.Tensor  # [B, A]
     logprobs: torch.Tensor  # [B], before the update
     advantages: torch.Tensor  # [B]
@@ -262,6 +301,10 @@ def minibatch_step(agent: Agent, adam: dict, args: Args, batch: Batch, rows: tor
 
 def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step) -> dict[str, float]:
     """One iteration of learning from a rollout; returns the metrics, averaged over minibatches."""
+    new_obs = data.obs[:-1][data.valid][:, : agent.dim]
+    is_first = agent.obs_moments.count == 0
+    if is_first:  # later the scale changes after the epochs: old and new policy have the same
+        agent.obs_moments.update(new_obs)
     device = agent.adam["steps"].device
     obs = torch.as_tensor(data.obs, device=device)
     actions = torch.as_tensor(data.actions, device=device)
@@ -290,6 +333,8 @@ def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step) -> dict
         approx_kl = torch.stack(results[-num_minibatches:])[:, names.index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
+    if not is_first:
+        agent.obs_moments.update(new_obs)
     means = torch.stack(results).mean(dim=0).tolist()
     metrics = {f"losses/{name}": mean for name, mean in zip(names, means, strict=True)}
     error = batch.advantages[rows].var()  # variance of R - V
@@ -323,6 +368,17 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs | PoolEnvs", run: "Run", args
     return Rollout(obs, actions, rewards, terminated, truncated, ~autoreset[:T])
 
 
+def scale_rewards(agent: Agent, data: Rollout, args: Args) -> Rollout:
+    """Rewards over the deviation of the discounted returns, clipped (continuous details 8, 9)."""
+    discounted = np.zeros_like(data.rewards)
+    for t, valid in enumerate(data.valid):
+        agent.discounted = valid * (args.gamma * agent.discounted + data.rewards[t])
+        discounted[t] = agent.discounted
+    agent.return_moments.update(discounted[data.valid])
+    scale = math.sqrt(agent.return_moments.var + 1e-8)
+    return data._replace(rewards=np.clip(data.rewards / scale, -10.0, 10.0))
+
+
 def train(args: Args) -> Path:
     """Train, or go on training; returns the run's folder."""
     torch.set_num_threads(args.num_threads)
@@ -337,6 +393,7 @@ def train(args: Args) -> Path:
         agent.load_state_dict(checkpoint["agent"])
         agent.adam = {name: checkpoint["adam"][name].to(device) for name in agent.adam}
         agent.rng.bit_generator.state = checkpoint["rng"]
+        agent.discounted = np.array(checkpoint.get("discounted", [0.0]))
     step = compile_step(agent, args)
     with contextlib.closing(envs), Run(args, checkpoint, here) as run, stop_signals() as signals:
         run.bar.write(f"masks of valid actions: {envs.obs.shape[-1] > agent.dim}")
@@ -349,6 +406,8 @@ def train(args: Args) -> Path:
             if args.anneal_ent_coef:
                 scheduled.ent_coef *= remaining
             data = rollout(agent, envs, run, args)
+            if args.scale_rewards:
+                data = scale_rewards(agent, data, args)
             metrics = update(agent, data, scheduled, step)
             values = {"observations": data.obs, "rewards": data.rewards} | metrics
             check_finite(run.iteration, values | agent.state_dict())
@@ -372,13 +431,18 @@ def train(args: Args) -> Path:
 
 # ==== below this line nothing is PPO ==============================================================
 # --- speed ----------------------------------------------------------------------------------------
+@torch.no_grad()
 def numpy_scores(agent: Agent):
     """Log-probabilities of all choices [N, sum of branches], not normalized, in numpy, with the
     present weights. Once a rollout `check_actor` compares them with `get_action_and_value`."""
+    shift = agent.obs_moments.mean.float().cpu().numpy()
+    scale = (agent.obs_moments.var + 1e-8).rsqrt().float().cpu().numpy()
+    scaled = agent.scaled.cpu().numpy()
     score = as_numpy(agent.actor)
 
     def scores(obs: np.ndarray) -> np.ndarray:
-        x = score(obs[:, : agent.dim])
+        x = obs[:, : agent.dim]
+        x = score(np.where(scaled, np.minimum(np.maximum((x - shift) * scale, -10.0), 10.0), x))
         if obs.shape[1] > agent.dim:
             x = x - np.float32(1e3) * (obs[:, agent.dim :] <= 0)
         return x
@@ -517,6 +581,14 @@ def branches(space: gym.Space) -> list[int]:
     return space.nvec.ravel().tolist()
 
 
+def numbers(space: gym.Space) -> np.ndarray:
+    """Which parts [D] of a flat observation are numbers, not choices as zeros and ones."""
+    if parts := getattr(space, "spaces", None):  # of a Dict or a Tuple
+        parts = parts.values() if isinstance(parts, dict) else parts
+        return np.concatenate([numbers(part) for part in parts])
+    return np.full(gym.spaces.flatdim(space), isinstance(space, gym.spaces.Box))
+
+
 def find_mask(env: gym.Env, info: dict | None):
     """The mask of valid choices that an environment gives, if there is one."""
     for name in ("action_mask", "legal_action_mask"):
@@ -540,8 +612,7 @@ class Envs:
         for index in indices:
             episode_seed(args.seed, index)  # for what a constructor draws
             self.envs.append(make_env(args.env_id, **json.loads(args.env_kwargs)))
-        self.space = self.envs[0].observation_space
-        self.observation_space = gym.spaces.flatten_space(self.space)
+        self.observation_space = self.envs[0].observation_space
         self.action_space = self.envs[0].action_space
         self.episode_numbers = [0] * len(self.envs)
         self.autoreset = np.zeros(len(self.envs), bool)  # [N], the next step begins an episode
@@ -570,9 +641,9 @@ class Envs:
     def with_mask(self, env: gym.Env, raw, info: dict | None) -> np.ndarray:
         """The observation [D] and, if there is one, its mask of valid choices [sum of branches]."""
         mask = find_mask(env, (info or {}) | (raw if isinstance(raw, dict) else {}))
-        shape = self.observation_space.shape  # a longer one would pass as a mask
-        obs = raw if self.space.shape == shape else gym.spaces.flatten(self.space, raw)
-        obs = np.asarray(obs, np.float32).reshape(shape)
+        space = self.observation_space
+        obs = raw if isinstance(space, gym.spaces.Box) else gym.spaces.flatten(space, raw)
+        obs = np.asarray(obs, np.float32).reshape(gym.spaces.flatdim(space))  # not a longer one
         if mask is None or not self.args.action_masks:
             return obs
         return np.hstack([obs, np.hstack(mask)]).astype(np.float32)
@@ -670,10 +741,9 @@ class PoolEnvs:
         options = {"env_type": "gymnasium", "num_envs": num_envs, "seed": seeds}
         options["num_threads"] = min(max(args.env_workers, 1), num_envs)
         self.vector = envpool.make(task, **options | json.loads(args.env_kwargs))
-        self.space = self.vector.observation_space
+        self.observation_space = self.vector.observation_space
         self.action_space = self.vector.action_space
-        check_spaces(self.space, self.action_space)
-        self.observation_space = gym.spaces.flatten_space(self.space)
+        check_spaces(self.observation_space, self.action_space)
         if self.vector.spec.config.max_num_players > 1:
             raise gym.error.Error("a game of several players")
         self.action_masks = args.action_masks
@@ -691,7 +761,7 @@ class PoolEnvs:
     def with_masks(self, obs, info: dict) -> np.ndarray:
         """Observations and, if there are some, masks of valid choices as rows."""
         masks = obs.get("action_mask") if isinstance(obs, dict) else info.get("legal_action_mask")
-        rows = self.flatten(self.space, obs)
+        rows = self.flatten(self.observation_space, obs)
         if masks is None or not self.action_masks:
             return rows
         return np.hstack([rows, np.reshape(masks, (len(rows), -1))]).astype(np.float32)
@@ -837,7 +907,7 @@ def save(run: Run, agent: Agent):
     state["wandb"] = run.wandb and run.wandb.id
     if not run.args.env_id.startswith("envpool:"):  # whose episodes can't be played again
         episodes = [(n, score, torch.tensor(np.array(x))) for n, score, x in run.episodes]
-        state["episodes"] = episodes
+        state |= {"episodes": episodes, "discounted": agent.discounted.tolist()}
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 

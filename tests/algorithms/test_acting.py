@@ -70,10 +70,9 @@ def test_rollouts(script, tmp_path):
     envs, p, walks = module.make_envs(args, N, {}), parameters(agent), Walk.made
     assert len(walks) == N
     seen, returns, found, cases = Seen(), Seen(), [], set()
-    if script != "ppo":  # so small ones were seen that some are clipped at 10
-        small = np.random.default_rng(0).normal(0, 0.1, 5000)
-        returns.add(small)
-        agent.return_moments.update(small)
+    small = np.random.default_rng(0).normal(0, 0.1, 5000)  # so that some are clipped at 10
+    returns.add(small)
+    agent.return_moments.update(small)
     state = states = torch.zeros((N, 16))
     run = module.Run(args, {})
     for iteration in range(2):
@@ -84,8 +83,7 @@ def test_rollouts(script, tmp_path):
         else:
             data = module.rollout(agent, envs, run, args)
         raw = data.rewards
-        if script != "ppo":
-            data = module.scale_rewards(agent, data, args)
+        data = module.scale_rewards(agent, data, args)
         obs = (
             data.obs if isinstance(data.obs, np.ndarray) else next(iter(data.obs.values())).numpy()
         )
@@ -94,12 +92,12 @@ def test_rollouts(script, tmp_path):
         # the deviation of all discounted sums so far, those of this rollout included
         returns.add([r["discounted"] for t in range(T) for column in columns
                      for r in [column[t]] if r["valid"]])  # fmt: skip
-        scale = 1.0 if script == "ppo" else float((returns.var + 1e-8).sqrt())
+        scale = float((returns.var + 1e-8).sqrt())
         states = states.clone()
         for t, i in np.ndindex(T, N):
             row = columns[i][t]
             assert (obs[t, i] == row["seen"]).all()
-            reward = row["reward"] if script == "ppo" else np.clip(row["reward"] / scale, -10, 10)
+            reward = np.clip(row["reward"] / scale, -10, 10)
             assert raw[t, i] == row["reward"]
             assert data.rewards[t, i] == pytest.approx(reward, rel=1e-5)
             for name in ("terminated", "truncated", "valid"):
@@ -107,10 +105,7 @@ def test_rollouts(script, tmp_path):
                 cases.add((name, row[name]))
             # the action is the policy's, drawn by the noise; what was taken is clipped to the box
             x = torch.as_tensor(obs[t, i]).double()
-            if script != "ppo" and iteration > 0:
-                x = seen.standardized(obs[t, i])
-            elif script != "ppo":  # no scale yet
-                x = x.clamp(-10, 10)
+            x = seen.standardized(obs[t, i]) if iteration else x.clamp(-10, 10)  # no scale yet
             if script == "ppo":
                 assert actions[t, i] == (mlp(p, "actor", x).detach().numpy() + noise[t, i]).argmax()
                 assert not row["valid"] or row["action"] == actions[t, i]
@@ -157,15 +152,15 @@ def test_rollouts(script, tmp_path):
         assert all((obs[T, i] == walk.said[-1]["obs"]).all() for i, walk in enumerate(walks))
         if script in ("ppo_pixels", "ppo_lstm"):
             agent.update_moments(data)
-        elif script != "ppo":
+        else:
             agent.obs_moments.update(obs[:-1][data.valid])
         seen.add(obs[:-1][data.valid])
         found.append(data.valid.sum())
-        cases.add(("clipped reward", script != "ppo" and (np.abs(data.rewards) == 10).any()))
+        cases.add(("clipped reward", (np.abs(data.rewards) == 10).any()))
     run.csv.close()
     assert run.global_step == sum(found)
     cases.discard(("clipped reward", False))
-    assert len(cases) == (6 if script == "ppo" else 9)
+    assert len(cases) == (7 if script == "ppo" else 9)
     taken, ends, columns = 0, [], [rows_of(walk, 2 * T, repeat) for walk in walks]
     for rows in zip(*columns, strict=True):
         taken += sum(row["valid"] for row in rows)

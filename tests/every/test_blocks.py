@@ -7,7 +7,7 @@ import pytest
 from blocks import ROOT, blocks
 
 BOUNDS = {  # lines at most; the line by which all of PPO has been shown
-    "ppo": (1024, 430),
+    "ppo": (1040, 432),
     "ppo_continuous_action": (994, 445),
     "ppo_kl_adaptive": (1034, 550),
     "ppo_cma": (976, 490),
@@ -19,7 +19,7 @@ BOUNDS = {  # lines at most; the line by which all of PPO has been shown
 }
 SCRIPTS = [*BOUNDS]
 DIFFS = {  # lines of `diff` that begin with < or >
-    ("ppo", "ppo_continuous_action"): 303,  # until ppo.py has scales, too
+    ("ppo", "ppo_continuous_action"): 285,
     ("ppo_pixels", "ppo_lstm"): 290,
     # as they are: DESIGN's goals are 550, 550 and 650
     ("ppo_continuous_action", "ppo_kl_adaptive"): 890,
