@@ -28,6 +28,7 @@ from benchmark.report import estimate, number
 
 SPEED = RESULTS / "speed"
 BONUSES = RESULTS / "default.csv"
+SCALE = RESULTS / "scale.csv"
 BONUS = "ent-coef-0.01"
 
 
@@ -159,6 +160,31 @@ def bonus_tasks(step: int = 2, arm: str = "0.01/dims") -> str:
     rows.append(["together", *(x for own in ends for x in ("", "", *own))])
     header = "training, none | training, bonus | P(better) | p"
     return table(f"environment | {header} | {header.replace('training', 'final')}", rows)
+
+
+def scale() -> str:
+    """The protocol of scale.sh: each arm beside none, and four epochs beside ten."""
+    scores = {}
+    for row in data.read_csv(SCALE):
+        for measure in ("training", "final"):
+            own = scores.setdefault((measure, row["arm"], row["env_id"]), [])
+            own.append(row[measure])
+    tasks = list(dict.fromkeys(env_id for *_, env_id in scores))
+    arms = {"none": "", "rewards": "none", "obs": "none", "both": "none", "both-4-epochs": "both"}
+    rows = []
+    for arm, other in arms.items():
+        for measure in ("training", "final"):
+            mine, before = (
+                [np.array(scores[measure, x, env_id]) for env_id in tasks]
+                for x in (arm, other or arm)
+            )
+            cells = [f"{number(stats.iqm(x))}" for x in mine]
+            if other:
+                judged = [compare.judge([a], [b]) for a, b in zip(before, mine, strict=True)]
+                cells = [f"{x} (p {y.p:.2g})" for x, y in zip(cells, judged, strict=True)]
+            ends = judgement(compare.judge(before, mine))[:2] if other else ["", ""]
+            rows.append(measured([f"{arm}, {measure}", other, *cells, *ends], SCALE))
+    return table(f"arm, measure | beside | {' | '.join(tasks)} | P(better) | p", rows)
 
 
 def helped() -> str:
@@ -521,7 +547,7 @@ BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
         scores, all_speeds, clipped_results, control, helped, cma_results, humanoid, kl_results,
-        atari_results, border_training, gpu_atari, gpu_warp, studied, bonus_ant, bonus_tasks,
+        atari_results, border_training, gpu_atari, gpu_warp, studied, bonus_ant, bonus_tasks, scale,
     )
 }  # fmt: skip
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
