@@ -75,7 +75,7 @@ def length(steps: int) -> str:
 
 
 def clipped_results() -> str:
-    header = "environment, steps | seeds | final policy | training "
+    header = "environment, steps | seeds | final policy | its worst seed | training "
     header += "| final policy at CleanRL's settings | training there"
     rows = []
     for env_id, script in TASKS.items():
@@ -83,7 +83,8 @@ def clipped_results() -> str:
         steps = own[0].info["args"]["total_timesteps"]
         seeds = ", ".join(str(len(runs)) for runs in (own, cleanrl))
         cells = [f"{env_id}, {length(steps)}", seeds]
-        cells += [bold(by_seed(own)), by_seed(own, "training")]
+        worst = min(own, key=lambda run: run.score("evaluation"))
+        cells += [bold(by_seed(own)), by_seed([worst]), by_seed(own, "training")]
         cells += [by_seed(cleanrl), by_seed(cleanrl, "training")]
         others = (curves.published(env_id, steps, *which) for which in curves.ELSEWHERE.values())
         rows.append([*cells, *others])
@@ -253,6 +254,7 @@ def scores() -> str:
         cells += [score(5, env_id, f"ppo_{x}", "1M") for x in ("kl_adaptive", "cma")]
         if env_id not in ("Pusher-v4", "Pendulum-v1", "Acrobot-v1", "InvertedPendulum-v4"):
             rows.append([f"{env_id}, {length(steps)}", *cells])
+    rows.append(["CartPole-v1, 500k", "", score(3, "CartPole-v1", "ppo", "cleanrl-500k"), "", ""])
     rows.append(["Humanoid-v4, 3M", score(10, "Humanoid-v4", CLIPPED, "3M"), "", "", ""])
     header = "environment, steps | clipped PPO, 10 seeds | at CleanRL's settings, 3 seeds"
     header += " | `ppo_kl_adaptive.py`, 5 seeds | `ppo_cma.py`, 5 seeds"
