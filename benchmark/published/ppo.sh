@@ -37,12 +37,13 @@ bench --num-seeds 10 --env-ids CartPole-v1 --command "python ppo.py --total-time
 bench --num-seeds 10 --env-ids Acrobot-v1 MountainCar-v0 --command "python ppo.py"
 taxi=(--num-seeds 3 --eval-episodes 100 --env-ids Taxi-v4)
 bench "${taxi[@]}" --command "python ppo.py"
-bench "${taxi[@]}" --variant no-masks --command "python ppo.py --no-action-masks"
-bench "${taxi[@]}" MountainCar-v0 --variant no-clip-vloss --command "python ppo.py --no-clip-vloss"
-bench "${taxi[@]}" --variant 8-envs --command "python ppo.py --no-clip-vloss --num-envs 8"
+raw="--no-scale-obs --no-scale-rewards" # the default before the study of scale.sh
+bench "${taxi[@]}" --variant no-masks --command "python ppo.py $raw --no-action-masks"
+bench "${taxi[@]}" MountainCar-v0 --variant no-clip-vloss --command "python ppo.py $raw --no-clip-vloss"
+bench "${taxi[@]}" --variant 8-envs --command "python ppo.py $raw --no-clip-vloss --num-envs 8"
 
 # CleanRL's own settings, where this project's defaults differ
-discrete="python ppo.py --learning-rate 2.5e-4 --update-epochs 4"
+discrete="python ppo.py --learning-rate 2.5e-4 --update-epochs 4 $raw"
 bench --variant cleanrl --env-ids CartPole-v1 --command "$discrete --total-timesteps 100000"
 bench --variant cleanrl --env-ids Acrobot-v1 --command "$discrete"
 bench --variant cleanrl --num-seeds 3 --env-ids MountainCar-v0 --command "$discrete"
