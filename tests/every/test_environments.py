@@ -4,6 +4,7 @@ Rows of rollouts, ends of episodes and their seeds are in algorithms/test_acting
 import contextlib
 import importlib
 import os
+import re
 from pathlib import Path
 
 import envpool
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 import toys
+from common import make
 from gymnasium import spaces
+from program import returns
 from scripts import GYMNASIUM, PARALLEL, SMALL, WHOLE, evaluate, refused, train
 
 VECTORS = ["ppo", "ppo_continuous_action", *WHOLE]  # whose observations are vectors
@@ -195,6 +198,111 @@ def test_what_can_not_be_is_refused_or_raises(script, registered, tmp_path, capf
     assert not (tmp_path / "run").exists()
     flags = registered(lambda: Seer(box, spaces.Text(5)))
     refused(capfd, "Text(1, 5", train, script, tmp_path / "run", flags)
+
+
+# --- units ----------------------------------------------------------------------------------------
+SCALED = ["ppo", "ppo_continuous_action", "ppo_pixels", "ppo_lstm", "ppo_continuous_action_warp"]
+
+
+@pytest.mark.parametrize("script", SCALED)
+@pytest.mark.parametrize(("k", "b", "c"), [(100, 0, 1), (0.01, 0, 100), (1, 100, 0.01)])
+def test_agents_act_alike_in_any_unit(script, k, b, c):
+    """Who saw k x + b and was paid c r acts and values as who saw x and was paid r."""
+    rng, found = np.random.default_rng(0), []
+    x = rng.normal([1, 0, -2], [1, 3, 0.5], (500, 3))
+    pay = rng.normal(1, 2, (40, 4))
+    for scale, shift, price in ((1, 0, 1), (k, b, c)):
+        module, args, agent = make(script, VECTOR, usual(script), num_envs=4)
+        obs = np.float32(scale * x + shift)
+        for moments in getattr(
+            agent, "moments", {"obs": getattr(agent, "obs_moments", 0)}
+        ).values():
+            moments.update(obs)
+        more = {"state": agent.initial_state(500)} if script == "ppo_lstm" else {}
+        seen = module.Obs(obs=torch.tensor(obs)) if more or script == "ppo_pixels" else obs
+        act = module.numpy_scores(agent) if script == "ppo" else agent.act
+        values = agent.get_value(torch.tensor(obs) if seen is obs else seen, **more).detach()
+        found.append([act(seen, **more), values])
+        if script != "ppo_continuous_action_warp":
+            empty = [None] * (len(module.Rollout._fields) - 2)
+            data = module.Rollout(*empty, None, None)._replace(rewards=price * pay, valid=pay < 9)
+            found[-1].append(module.scale_rewards(agent, data, args).rewards)
+    for mine, other in zip(*found, strict=True):
+        np.testing.assert_allclose(other, mine, rtol=2e-3, atol=2e-3)
+
+
+class Still(gym.Env):
+    """A number that moves, one by 2e-6, one constant, and one by a float32's rounding."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (4,))
+
+    def __init__(self, actions):
+        self.action_space = actions
+
+    def look(self):
+        moves, rounds = self.np_random.choice([-1, 1], 2)
+        return np.float32([moves, 2e-6 * moves, 1e5, 1000.1 + 6e-5 * rounds]), {}
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.look()
+
+    def step(self, action):
+        obs, info = self.look()
+        return obs, 1.0, self.np_random.random() < 0.2, False, info
+
+
+@pytest.mark.parametrize("script", SCALED)
+def test_what_hardly_moves_is_named(script, registered, tmp_path, capsys, monkeypatch):
+    """Once, in the first iteration."""
+    flags = registered(lambda: Still(usual(script)))
+    if script == "ppo_continuous_action_warp":
+        pendulum = importlib.import_module(script).Pendulum
+        observe, flags = pendulum.observe, ""
+        scale = torch.tensor([1, 2e-6, 0])
+        monkeypatch.setattr(pendulum, "observe", lambda envs: observe(envs) * scale)
+    train(script, tmp_path / "run", flags, 3)
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "moves by" in x]
+    assert re.fullmatch(r"observation 1 moves by [12]e-06 only: give it in a smaller unit", line)
+
+
+SEES = [("FrozenLake-v1", 16, 0), ("Taxi-v4", 500, 0), ("Taxi-v4 --no-action-masks", 500, 0)]
+SEES += [("envpool:Play2048-v1", 16 * 31, 0), ("Own-v0", 3, 4)]
+
+
+@pytest.mark.parametrize("script", CHOICES)
+@pytest.mark.parametrize(("env_id", "choices", "numbers"), SEES)
+def test_choices_are_not_scaled(script, env_id, choices, numbers, registered, tmp_path):
+    """They stay zeros and ones; numbers behind them are scaled."""
+    both = spaces.Dict(a=spaces.Discrete(3), b=spaces.Box(-99, 99, (2, 2)))
+    registered(lambda: Seer(both, usual(script)))
+    train(script, tmp_path / "run", f"--env-id {env_id}")
+    module = importlib.import_module(script)
+    agent, args = module.load(tmp_path / "run")
+    with contextlib.closing(module.make_envs(args, 4, {})) as envs:
+        if script == "ppo":
+            raw, seen = envs.obs[:, : agent.dim], agent.normalize(torch.tensor(envs.obs))
+        else:
+            raw = np.hstack([envs.obs[name] for name in agent.codec.shapes])
+            seen = agent.normalize(envs.obs.to("cpu"))["vectors"]
+    assert raw.shape == seen.shape == (4, choices + numbers)
+    assert set(raw[:, :choices].ravel()) == {0, 1}
+    np.testing.assert_array_equal(seen[:, :choices], raw[:, :choices])
+    assert (seen[:, choices:].abs() < 5).all() and (np.abs(raw[:, choices:]) > 5).any() == (
+        numbers > 0
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", ["k0.01", "b100", "c100"])
+def test_cartpole_is_learned_in_any_unit(unit, tmp_path):
+    flags = f"--env-id benchmark.published.units:CartPole-{unit}-v0 --total-timesteps 100000"
+    train(
+        "ppo",
+        tmp_path / "run",
+        f"{flags} --num-envs 4 --num-steps 128 --num-minibatches 4 --update-epochs 10",
+    )
+    assert np.mean(returns(tmp_path / "run")[-100:]) >= 450 * (100 if unit == "c100" else 1)
 
 
 # --- what simulators do ---------------------------------------------------------------------------
