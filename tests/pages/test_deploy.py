@@ -26,6 +26,7 @@ PAGE = (ROOT / "docs" / "deploy.md").read_text()
 EXPORT, *SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 (LOOP,) = (x for x in SNIPPETS if "while not over" in x)
 (MEMORY,) = (x for x in SNIPPETS if "memory = np.zeros" in x)
+(NUMPY,) = (x for x in SNIPPETS if "np.savez" in x)
 (TORCHSCRIPT,) = (x for x in SNIPPETS if "torch.jit.load" in x)
 ROWS = 32
 SLOW = pytest.mark.slow  # an export takes 3 s
@@ -231,6 +232,9 @@ def test_the_loops_of_a_trained_policy(place, monkeypatch):
             exec(snippet, {})
     agent, _ = ppo_continuous_action.load("runs/RUN")
     assert agent.obs_moments.count > 100
+    exec(NUMPY, plain := {})
+    obs = np.linspace(-30, 30, ROWS * 17).reshape(ROWS, 17).astype(np.float32)
+    alike(plain["act"](obs), agent.act(obs))
     limit = "max_episode_steps=50"
     loop = LOOP.replace('"HalfCheetah-v4"', f'"HalfCheetah-v4", {limit}')
     seen = []
