@@ -42,6 +42,14 @@ class Ended(Exception):
     """How a program ended that failed; empty if it was stopped."""
 
 
+def again(job: dict) -> list[str]:
+    """The flags of a job that its folder may not give: they may name a module or a file."""
+    words = shlex.split(job["command"])
+    found = [i for i, word in enumerate(words) if re.match(r"--(eval[-_])?env[-_]kwargs", word)]
+    kwargs = [x for i in found for x in words[i : i + 2 - ("=" in words[i])]]
+    return ["--env-id", job["env_id"], *kwargs]
+
+
 @dataclass(eq=False)
 class Work:
     """A job: it trains or goes on, plays the final policy, and leaves a table."""
@@ -132,9 +140,8 @@ class Work:
         if data.read_json(run / "run.json").get("status") == "finished":
             return
         resumed = not job["foreign"] and (run / "checkpoint.pt").exists()
-        if resumed:  # the id is given again: if it names a module, this lets the module's code run
-            words = words[: script_at(words) + 1]
-            words += ["--resume", str(run), "--env-id", job["env_id"]]
+        if resumed:
+            words = [*words[: script_at(words) + 1], "--resume", str(run), *again(job)]
         else:
             shutil.rmtree(run, ignore_errors=True)
             (self.folder / "evaluation.json").unlink(missing_ok=True)
@@ -153,8 +160,8 @@ class Work:
         returns = data.read_json(self.folder / "evaluation.json").get("returns", [])
         if job["eval_episodes"] not in (0, len(returns)):
             words = shlex.split(job["command"])
-            flags = ["--evaluate", str(run), "--env-id", job["env_id"]]
-            flags += ["--eval-episodes", str(job["eval_episodes"])]
+            flags = ["--evaluate", str(run), "--eval-episodes", str(job["eval_episodes"])]
+            flags += again(job)
             self.start(["python", words[script_at(words)], *flags])
             output = log.read_text(errors="replace").rpartition("\n$ ")[2]
             returns = programs.played_returns(output)
@@ -301,7 +308,7 @@ def outcome(job: Work) -> str:
 def run(
     env_ids: list[str],
     command: str,
-    num_seeds: int = 3,
+    num_seeds: int = 5,
     start_seed: int = 1,
     workers: int = 1,
     runs_dir: Path = Path("runs/benchmark"),
