@@ -114,16 +114,14 @@ class Args:
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
-        minima = {"seed": 0, "num_threads": 0, "env_threads": 0, "local_num_envs": 0}
-        minima["minibatch_size"] = 2  # one advantage can't be normalized
+        least = {"seed": 0, "num_threads": 0, "env_threads": 0, "local_num_envs": 0}
+        least |= {"total_timesteps": self.batch_size, "minibatch_size": 2}  # to be normalized
+        most = {"gamma": 1, "gae_lambda": 1, "num_minibatches": self.num_steps}
         for name, value in vars(self).items():
-            least = minima.get(name, 1)
-            if type(value) is int and value < least:
-                raise ValueError(f"{name} is {value}: at least {least} is needed")
-        if not (0.0 <= self.gamma <= 1.0 and 0.0 <= self.gae_lambda <= 1.0):
-            raise ValueError("gamma and gae_lambda are between 0 and 1")
-        if self.num_minibatches > self.num_steps:
-            raise ValueError("num_minibatches: there are fewer steps in each environment")
+            low, high = least.get(name, int(type(value) is int)), most.get(name, math.inf)
+            if type(value) in (int, float) and not low <= value <= high:
+                why = " (an iteration is num_envs x num_steps)" * (self.batch_size in (low, high))
+                raise ValueError(f"{name} is {value}: not in {low} ... {high}{why}")
         if self.num_envs % self.world_size:
             raise ValueError(f"num_envs is {self.num_envs}: not the same for each process")
         if self.evaluate and self.world_size > 1:
@@ -409,13 +407,15 @@ def train(args: Args | None) -> Path | None:
     agent = Agent(envs, args).to(device)
     agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # (detail 3)
     if args.resume:
+        if RANK == 0:
+            load(args.resume, envs)  # which ends if its networks are others
         agent.load_state_dict(checkpoint["agent"])
         agent.adam.load_state_dict(agent.adam.state_dict() | {"state": checkpoint["adam"]})
     copy_from_rank_0(agent)
     gradient = compile_grad(agent, args)
     buffers = make_buffers(agent, envs, args)
     act = Recorded(acting_step) if args.cudagraphs and device.type == "cuda" else acting_step
-    with contextlib.closing(envs), stop_signals() as signals, Run(args, checkpoint) as run:
+    with contextlib.closing(envs), Run(args, checkpoint) as run, stop_signals() as signals:
         save(run, agent)
         stopped = False
         while run.iteration < args.num_iterations and not stopped:
@@ -493,6 +493,8 @@ def compile_grad(agent: Agent, args: Args):
         if RANK == 0:
             print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
         return minibatch_grad
+    if RANK == 0:
+        print("compiling the update...")
     agent.policy = torch.compile(agent.policy, fullgraph=True)
     return torch.compile(minibatch_grad, fullgraph=True, options=options)
 
@@ -652,7 +654,7 @@ class Envs:
 
 
 # --- run folder and checkpoints -------------------------------------------------------------------
-class Run:
+class Run(contextlib.AbstractContextManager):
     """A run's counters and, in rank 0, its folder and logs. While it is open, no other process can
     use the folder."""
 
@@ -679,26 +681,22 @@ class Run:
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {shlex.quote(str(self.folder))} goes on with it")
         # drop the rows after the checkpoint: they will be logged again
-        self.csv.truncate(checkpoint.get("csv_size", 0))
-        if not checkpoint:
+        self.csv.truncate(min(checkpoint.get("csv_size", 0), self.csv.tell()))
+        if self.csv.seek(0, os.SEEK_END) == 0:
             self.csv.write("global_step,seconds,return,length\n")
         self.wandb = None
         if args.track:
             import wandb  # before SummaryWriter, which it patches
 
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            same_run = {"id": checkpoint.get("wandb"), "resume": "allow"}
-            more = {"config": vars(self.args), "sync_tensorboard": True}
-            self.wandb = wandb.init(name=self.folder.name, **names, **same_run, **more)
+            more = {"id": checkpoint.get("wandb"), "resume": "allow", "sync_tensorboard": True}
+            self.wandb = wandb.init(name=self.folder.name, config=vars(self.args), **names, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
         table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
         self.writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *table]))
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.bar.write(f"{args.env_id}, {args.num_iterations} iterations, in {self.folder}")
         self.write_json("running")
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, kind, *_):
         if RANK > 0:
@@ -768,8 +766,7 @@ def save(run: Run, agent: Agent):
     state |= {"adam": agent.adam.state_dict()["state"]}
     state |= {"global_step": run.global_step, "iteration": run.iteration}
     state |= {"seconds": time.monotonic() - run.start, "last_returns": list(run.last_returns)}
-    state["csv_size"] = (run.folder / "episodes.csv").stat().st_size
-    state["wandb"] = run.wandb and run.wandb.id
+    state |= {"csv_size": run.csv.tell(), "wandb": run.wandb and run.wandb.id}
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
 
@@ -777,8 +774,7 @@ def save(run: Run, agent: Agent):
 def load_checkpoint(folder: Path) -> dict:
     """Read what `save` wrote. No code in the file is run."""
     try:
-        path = Path(folder) / "checkpoint.pt"
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(f"{folder}/checkpoint.pt", map_location="cpu", weights_only=True)
         script = checkpoint.get("script", Path(__file__).name)
         if script != Path(__file__).name and {*checkpoint["args"]} - {*Args.__annotations__}:
             raise ValueError(f"it is of {script}")  # not of a copy under another name
@@ -805,13 +801,12 @@ def stop_signals():
         if RANK == 0:
             os.write(2, b"\nstopping after this iteration\n")
 
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, handler) for number in SIGNALS if main}
-    try:
+    with contextlib.ExitStack() as stack:
+        for number in SIGNALS if threading.current_thread() is threading.main_thread() else ():
+            stack.callback(signal.signal, number, signal.signal(number, handler))
+        # a terminal's Ctrl-C ends compilers and simulators, too: the last checkpoint stays
+        stack.push(lambda _, error, __: received and error and not print(f"{error!r:.200}"))
         yield received
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def check_finite(iteration: int, values: dict):
@@ -830,10 +825,13 @@ def check_finite(iteration: int, values: dict):
 def load(folder: Path, env=None) -> tuple[Agent, Args]:
     """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
     checkpoint = load_checkpoint(folder)
-    args = checkpoint["args"]
+    args, weights = checkpoint["args"], checkpoint["agent"]
     envs = env or Envs(args, slice(0, 1))
     agent = Agent(envs, args)
-    agent.load_state_dict(checkpoint["agent"])
+    names = [[(k, x.shape) for k, x in y.items()] for y in (agent.state_dict(), weights)]
+    if names[0] != names[1]:
+        fail(f"{folder} was trained by {checkpoint.get('script')}, with other networks or spaces")
+    agent.load_state_dict(weights)
     if env is None:
         envs.close()
     return agent, args
@@ -876,12 +874,16 @@ def save_frames(frames: list[np.ndarray], folder: Path, episode: int):
 
         options = {"fps": 15, "episode_index": episode, "save_logger": None}
         save_video(frames, str(folder), lambda _: True, **options)
+        print(f"filmed into {folder}")
 
 
 # --- command line ---------------------------------------------------------------------------------
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args. With --resume or --evaluate the defaults are that run's; so they
     are with --run-dir, if a run was cut off there, which then goes on."""
+    argv = [x.removesuffix("/checkpoint.pt") for x in (sys.argv[1:] if argv is None else argv) if x]
+    line = re.sub(r"(--\S+)[ =]True(?= |$)", r"\1", shlex.join(argv))  # CleanRL's older flags
+    argv = shlex.split(re.sub(r"--(\S+)[ =]False(?= |$)", r"--no-\1", line))
 
     def run_folder(
         resume: Path | None = None, evaluate: Path | None = None, run_dir: Path | None = None
@@ -899,11 +901,12 @@ def parse_args(argv: list[str] | None = None) -> Args:
         if '"status": "finished"' in (folder / "run.json").read_text():
             fail(f"a finished run is there: --resume {folder} --total-timesteps N goes on with it")
         args = replace(args, resume=folder, run_dir=None)
-    if args.resume and args.num_iterations < checkpoint["iteration"]:
-        fail(f"--total-timesteps {args.total_timesteps}: {folder} has trained more")
     for name in ("seed", "num_envs", "num_steps", "env_id"):
         if args.resume and getattr(args, name) != getattr(saved, name):
             fail(f"{name}: {folder} keeps its {getattr(saved, name)}: leave the flag out")
+    over = sum('"status": "finished"' in x.read_text() for x in Path(folder or "").glob("run.json"))
+    if args.resume and args.num_iterations < checkpoint.get("iteration", math.inf) + over:
+        fail(f"{folder} has finished, or trained more: a larger --total-timesteps goes on")
     packages = (("envpool", True), ("wandb", args.track), ("moviepy", args.capture_video))
     for package, needed in packages:
         if needed and importlib.util.find_spec(package) is None:

@@ -39,6 +39,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import shlex
 import signal
 import sys
@@ -106,13 +107,16 @@ class Args:
     def __post_init__(self):
         """Raise ValueError, which tyro shows, for wrong arguments."""
         self.mode = self.mode.lower().replace("_", "-")  # the original's spelling, too
+        least = {"seed": 0, "env_workers": 0, "n_updates": 2}
+        most = {"gamma": 1, "gae_lambda": 1}
         for name, value in vars(self).items():
-            least = {"seed": 0, "env_workers": 0, "n_updates": 2}.get(name, 1)
-            if type(value) is int and value < least:
-                raise ValueError(f"{name} is {value}: at least {least} is needed")
-        options = json.loads(self.env_kwargs)
-        if type(options) is not dict:
-            raise ValueError(f"env_kwargs is {self.env_kwargs}: no JSON object")
+            low, high = least.get(name, int(type(value) is int)), most.get(name, math.inf)
+            if type(value) in (int, float) and not low <= value <= high:
+                raise ValueError(f"{name} is {value}: not in {low} ... {high}")
+        try:
+            options = {**json.loads(self.env_kwargs)}
+        except (TypeError, ValueError):
+            raise ValueError(f"env_kwargs is {self.env_kwargs}: no JSON object") from None
         if self.max_episode_steps:
             self.env_kwargs = json.dumps(options | {"max_episode_steps": self.max_episode_steps})
         if self.mode not in MODES:
@@ -441,7 +445,7 @@ def train(args: Args) -> Path:
     agent = Agent(envs, args).to(device)
     agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-8, fused=True)
     if args.resume:
-        agent.load_state_dict(checkpoint["agent"])
+        agent.load_state_dict(load(args.resume, envs)[0].state_dict())
         agent.adam.load_state_dict(agent.adam.state_dict() | {"state": checkpoint["adam"]})
         agent.history = [[x.to(device) for x in batch] for batch in checkpoint["history"]]
         agent.rng.bit_generator.state = checkpoint["rng"]
@@ -466,6 +470,7 @@ def train(args: Args) -> Path:
     # a line to paste: this interpreter, this file; a module must be named again
     program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
     module = ["--env-id", args.env_id] if ":" in args.env_id else []
+    module += ["--env-kwargs", args.env_kwargs] * (args.env_kwargs != "{}")
     if run.global_step < args.total_timesteps:
         print("go on with:", shlex.join([*program, "--resume", str(run.folder), *module]))
         raise SystemExit(128 + signals[0])
@@ -730,7 +735,7 @@ def make_envs(args: Args, num_envs: int, checkpoint: dict):
 
 
 # --- run folder and checkpoints -------------------------------------------------------------------
-class Run:
+class Run(contextlib.AbstractContextManager):
     """A run's folder, logs and counters. While it is open, no other process can use the folder."""
 
     def __init__(self, args: Args, checkpoint: dict, here: Path = Path()):
@@ -754,26 +759,22 @@ class Run:
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {shlex.quote(str(self.folder))} goes on with it")
         # drop the rows after the checkpoint: they will be logged again
-        self.csv.truncate(checkpoint.get("csv_size", 0))
-        if not checkpoint:
+        self.csv.truncate(min(checkpoint.get("csv_size", 0), self.csv.tell()))
+        if self.csv.seek(0, os.SEEK_END) == 0:
             self.csv.write("global_step,seconds,return,length\n")
         self.wandb = None
         if args.track:
             import wandb  # before SummaryWriter, which it patches
 
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            same_run = {"id": checkpoint.get("wandb"), "resume": "allow"}
-            more = {"config": vars(self.args), "sync_tensorboard": True}
-            self.wandb = wandb.init(name=self.folder.name, **names, **same_run, **more)
+            more = {"id": checkpoint.get("wandb"), "resume": "allow", "sync_tensorboard": True}
+            self.wandb = wandb.init(name=self.folder.name, config=vars(self.args), **names, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
         table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
         self.writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *table]))
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.bar.write(f"{args.env_id}, {args.mode}, in {self.folder}")
         self.write_json("running")
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, kind, *_):
         if kind is SystemExit:  # an environment's, which would end without a word
@@ -835,20 +836,20 @@ def save(run: Run, agent: Agent):
 
 
 def load_checkpoint(folder: Path) -> dict:
-    """Read what `save` wrote. No code in the file is run, and no module that it names imported."""
+    """Read what `save` wrote. It runs no code, and names no module to import and no file."""
     try:
-        path = Path(folder) / "checkpoint.pt"
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(f"{folder}/checkpoint.pt", map_location="cpu", weights_only=True)
         script = checkpoint.get("script", Path(__file__).name)
         if script != Path(__file__).name and {*checkpoint["args"]} - {*Args.__annotations__}:
             raise ValueError(f"it is of {script}")  # not of a copy under another name
-        args = Args(**{k: v for k, v in checkpoint["args"].items() if k in Args.__annotations__})
+        raw = Args(**{k: v for k, v in checkpoint["args"].items() if k in Args.__annotations__})
     except Exception as error:  # damaged files raise errors of many kinds
         fail(f"{folder}: no checkpoint of this script: {error!r}")
-    module, _, name = args.env_id.rpartition(":")
-    if module != "envpool":  # only the command line may name a module to import
-        args.env_id = name
-    return checkpoint | {"args": args}
+    args = replace(raw, env_id=re.sub("(?s)^(?!envpool:).*:", "", raw.env_id))
+    words = re.findall('"(.*?)"', raw.env_kwargs)
+    if any(re.search(r"[^\w -]", x) or Path(x).exists() for x in words):
+        args.env_kwargs = "{}"
+    return checkpoint | {"raw": raw, "args": args}
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -856,8 +857,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """A list of the signals that came. The first ends training after its iteration, a second of
-    its kind acts at once. Only the main thread can catch signals; elsewhere it stays empty."""
+    """A list of the signals that came to the main thread. The first ends training after its
+    iteration, or in it if a compiler, too, got Ctrl-C. A second of its kind acts at once."""
     received = []
 
     def handler(number, frame):
@@ -865,13 +866,11 @@ def stop_signals():
         signal.signal(number, signal.SIG_DFL)
         os.write(2, b"\nstopping after this iteration\n")
 
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, handler) for number in SIGNALS if main}
-    try:
+    with contextlib.ExitStack() as stack:
+        for number in SIGNALS if threading.current_thread() is threading.main_thread() else ():
+            stack.callback(signal.signal, number, signal.signal(number, handler))
+        stack.push(lambda _, error, __: received and error and not print(f"{error!r:.200}"))
         yield received
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def check_finite(iteration: int, values: dict):
@@ -890,10 +889,13 @@ def check_finite(iteration: int, values: dict):
 def load(folder: Path, env=None) -> tuple[Agent, Args]:
     """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
     checkpoint = load_checkpoint(folder)
-    args = checkpoint["args"]
+    args, weights = checkpoint["args"], checkpoint["agent"]
     envs = env or make_envs(args, 1, {})
     agent = Agent(envs, args)
-    agent.load_state_dict(checkpoint["agent"])
+    names = [[(k, x.shape) for k, x in y.items()] for y in (agent.state_dict(), weights)]
+    if names[0] != names[1]:
+        fail(f"{folder} was trained by {checkpoint.get('script')}, with other networks or spaces")
+    agent.load_state_dict(weights)
     if env is None:
         envs.close()
     return agent, args
@@ -916,40 +918,45 @@ def evaluate(args: Args) -> list[float]:
             if hasattr(env.unwrapped, "mujoco_renderer"):  # its camera follows the robot
                 env.unwrapped.mujoco_renderer.camera_id = 0 if env.unwrapped.model.ncam else -1
             envs.envs[0] = gym.wrappers.RecordVideo(env, f"{folder}/videos", lambda k: k == 0)
+            print(f"filmed into {folder}/videos")
         envs.begin(0, number=0)
-        returns = []
-        score = 0.0
-        with contextlib.closing(envs):
+        scores = [0.0]  # the last is that of the running episode
+        with contextlib.closing(envs), tqdm(unit="step", disable=None, leave=False) as bar:
             agent, _ = load(folder, envs)
             act = numpy_actor(agent)
-            while len(returns) < args.eval_episodes:
+            while len(scores) <= args.eval_episodes:
                 noise = agent.noise(1) if name == "sampled" else None
                 rewards, *_ = envs.step(act(envs.obs, noise), np.ones(1, bool))
-                score += float(rewards[0])
+                bar.update()
+                scores[-1] += float(rewards[0])
                 if envs.autoreset[0]:
-                    print(f"{name}_episode={len(returns)}, episodic_return={score:.2f}")
-                    returns.append(score)
-                    score = 0.0
-        print(f"{name}, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
-    return returns
+                    bar.write(f"{name}_episode={len(scores) - 1}, episodic_return={scores[-1]:.2f}")
+                    scores.append(0.0)
+        scores.pop()
+        print(f"{name}, {len(scores)} episodes: {np.mean(scores):.2f} +- {np.std(scores):.2f}")
+    return scores
 
 
 # --- command line ---------------------------------------------------------------------------------
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args. With --resume or --evaluate the defaults are that run's."""
-
-    def run_folder(resume: Path | None = None, evaluate: Path | None = None):
-        return resume or evaluate
-
-    folder, _ = tyro.cli(run_folder, args=argv, return_unknown_args=True, add_help=False)
+    argv = [x.removesuffix("/checkpoint.pt") for x in (sys.argv[1:] if argv is None else argv) if x]
+    line = re.sub(r"(--\S+)[ =]True(?= |$)", r"\1", shlex.join(argv))  # CleanRL's older flags
+    argv = shlex.split(re.sub(r"--(\S+)[ =]False(?= |$)", r"--no-\1", line))
+    folder = "".join(re.findall(r"(?m)^--(?:resume|evaluate)[\n=](.*)", "\n".join(argv)))
     checkpoint = load_checkpoint(folder) if folder else {}
     saved = checkpoint.get("args", Args())
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
+    for name, value in vars(checkpoint.get("raw", saved)).items():
+        if getattr(args, name) == getattr(saved, name) != value:  # it names a module or a file
+            fail(f"{folder}: give --{name.replace('_', '-')} {shlex.quote(value)} again")
     for name in ("seed", "num_envs"):
         if args.resume and getattr(args, name) != getattr(saved, name):
             fail(f"{name}: {folder} keeps its {getattr(saved, name)}: leave the flag out")
-    if args.resume and args.total_timesteps < min(checkpoint["global_step"], saved.total_timesteps):
-        fail(f"--total-timesteps {args.total_timesteps}: {folder} has trained more")
+    over = sum('"status": "finished"' in x.read_text() for x in Path(folder).glob("run.json"))
+    steps = min(checkpoint.get("global_step", 0), saved.total_timesteps) + over
+    if args.resume and (args.total_timesteps < steps or "global_step" not in checkpoint):
+        fail(f"{folder} has finished, or trained more: a larger --total-timesteps goes on")
     for package, needed in (("wandb", args.track), ("moviepy", args.capture_video)):
         if needed and importlib.util.find_spec(package) is None:
             fail(f"{package} is not installed: pip install {package}")

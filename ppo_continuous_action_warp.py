@@ -34,6 +34,7 @@ import json
 import math
 import os
 import random
+import re
 import shlex
 import signal
 import sys
@@ -106,12 +107,13 @@ class Args:
         self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
+        least = {"seed": 0, "total_timesteps": self.batch_size, "log_std_init": -math.inf}
+        most = {"gamma": 1, "gae_lambda": 1, "num_minibatches": self.batch_size // 2}
         for name, value in vars(self).items():
-            least = {"seed": 0, "minibatch_size": 2}.get(name, 1)
-            if type(value) is int and value < least:
-                raise ValueError(f"{name} is {value}: at least {least} is needed")
-        if not (0.0 <= self.gamma <= 1.0 and 0.0 <= self.gae_lambda <= 1.0):
-            raise ValueError("gamma and gae_lambda are between 0 and 1")
+            low, high = least.get(name, int(type(value) is int)), most.get(name, math.inf)
+            if type(value) in (int, float) and not low <= value <= high:
+                why = " (an iteration is num_envs x num_steps)" * (self.batch_size in (low, high))
+                raise ValueError(f"{name} is {value}: not in {low} ... {high}{why}")
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -397,7 +399,7 @@ def train(args: Args) -> Path:
     agent.adam["learning_rate"] = torch.tensor(args.learning_rate, device=device)
     data = start(agent, envs, args)
     if args.resume:
-        agent.load_state_dict(checkpoint["agent"])
+        agent.load_state_dict(load(args.resume, envs)[0].state_dict())
         agent.adam = {name: checkpoint["adam"][name].to(device) for name in agent.adam}
         if args.learning_rate != checkpoint["args"].learning_rate:  # by the command line
             agent.adam["learning_rate"].fill_(args.learning_rate)
@@ -664,7 +666,7 @@ def make_envs(env_id: str, num_envs: int, device) -> DeviceEnvs:
 
 
 # --- run folder and checkpoints -------------------------------------------------------------------
-class Run:
+class Run(contextlib.AbstractContextManager):
     """A run's folder, logs and counters. While it is open, no other process can use the folder."""
 
     def __init__(self, args: Args, checkpoint: dict, here: Path = Path()):
@@ -690,26 +692,22 @@ class Run:
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {shlex.quote(str(self.folder))} goes on with it")
         # drop the rows after the checkpoint: they will be logged again
-        self.csv.truncate(checkpoint.get("csv_size", 0))
-        if not checkpoint:
+        self.csv.truncate(min(checkpoint.get("csv_size", 0), self.csv.tell()))
+        if self.csv.seek(0, os.SEEK_END) == 0:
             self.csv.write("global_step,seconds,return,length\n")
         self.wandb = None
         if args.track:
             import wandb  # before SummaryWriter, which it patches
 
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            same_run = {"id": checkpoint.get("wandb"), "resume": "allow"}
-            more = {"config": vars(self.args), "sync_tensorboard": True}
-            self.wandb = wandb.init(name=self.folder.name, **names, **same_run, **more)
+            more = {"id": checkpoint.get("wandb"), "resume": "allow", "sync_tensorboard": True}
+            self.wandb = wandb.init(name=self.folder.name, config=vars(self.args), **names, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
         table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
         self.writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *table]))
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.bar.write(f"{args.env_id}, {args.num_iterations} iterations, in {self.folder}")
         self.write_json("running")
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, kind, *_):
         ended = self.iteration == self.args.num_iterations
@@ -769,8 +767,7 @@ def save(run: Run, agent: Agent, envs: DeviceEnvs, data: Rollout):
     state["cuda_rng"] = torch.cuda.get_rng_state_all()
     state |= {"global_step": run.global_step, "iteration": run.iteration}
     state |= {"seconds": time.monotonic() - run.start, "last_returns": list(run.last_returns)}
-    state["csv_size"] = (run.folder / "episodes.csv").stat().st_size
-    state["wandb"] = run.wandb and run.wandb.id
+    state |= {"csv_size": run.csv.tell(), "wandb": run.wandb and run.wandb.id}
     if envs.resumable:
         state |= {"envs": envs.state_dict(), "rollout": [x[-1].clone() for x in data]}
         state |= {"returns": run.returns.tolist(), "lengths": run.lengths.tolist()}
@@ -779,18 +776,17 @@ def save(run: Run, agent: Agent, envs: DeviceEnvs, data: Rollout):
 
 
 def load_checkpoint(folder: Path) -> dict:
-    """Read what `save` wrote. No code in the file is run, and no module that it names imported."""
+    """Read what `save` wrote. It runs no code, and names no module to import."""
     try:
-        path = Path(folder) / "checkpoint.pt"
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(f"{folder}/checkpoint.pt", map_location="cpu", weights_only=True)
         script = checkpoint.get("script", Path(__file__).name)
         if script != Path(__file__).name and {*checkpoint["args"]} - {*Args.__annotations__}:
             raise ValueError(f"it is of {script}")  # not of a copy under another name
-        args = Args(**{k: v for k, v in checkpoint["args"].items() if k in Args.__annotations__})
+        raw = Args(**{k: v for k, v in checkpoint["args"].items() if k in Args.__annotations__})
     except Exception as error:  # damaged files raise errors of many kinds
         fail(f"{folder}: no checkpoint of this script: {error!r}")
-    args.env_id = args.env_id.rpartition(":")[2]  # only the command line may name a module
-    return checkpoint | {"args": args}
+    args = replace(raw, env_id=raw.env_id.rpartition(":")[2])
+    return checkpoint | {"raw": raw, "args": args}
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -798,8 +794,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """A list of the signals that came. The first ends training after its iteration, a second of
-    its kind acts at once. Only the main thread can catch signals; elsewhere it stays empty."""
+    """A list of the signals that came to the main thread. The first ends training after its
+    iteration, or in it if a compiler, too, got Ctrl-C. A second of its kind acts at once."""
     received = []
 
     def handler(number, frame):
@@ -807,13 +803,11 @@ def stop_signals():
         signal.signal(number, signal.SIG_DFL)
         os.write(2, b"\nstopping after this iteration\n")
 
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, handler) for number in SIGNALS if main}
-    try:
+    with contextlib.ExitStack() as stack:
+        for number in SIGNALS if threading.current_thread() is threading.main_thread() else ():
+            stack.callback(signal.signal, number, signal.signal(number, handler))
+        stack.push(lambda _, error, __: received and error and not print(f"{error!r:.200}"))
         yield received
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def check_finite(iteration: int, values: dict):
@@ -832,10 +826,13 @@ def check_finite(iteration: int, values: dict):
 def load(folder: Path, env=None) -> tuple[Agent, Args]:
     """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
     checkpoint = load_checkpoint(folder)
-    args = checkpoint["args"]
+    args, weights = checkpoint["args"], checkpoint["agent"]
     envs = env or make_env(args.env_id)
     agent = Agent(envs, args)
-    agent.load_state_dict(checkpoint["agent"])
+    names = [[(k, x.shape) for k, x in y.items()] for y in (agent.state_dict(), weights)]
+    if names[0] != names[1]:
+        fail(f"{folder} was trained by {checkpoint.get('script')}, with other networks or spaces")
+    agent.load_state_dict(weights)
     if env is None:
         envs.close()
     return agent, args
@@ -850,8 +847,9 @@ def evaluate(args: Args) -> list[float]:
         os.environ.setdefault("MUJOCO_GL", "egl" if sys.platform == "linux" else "glfw")
         videos = str(args.evaluate / "videos")
         env = gym.wrappers.RecordVideo(env, videos, lambda k: k < args.eval_episodes)
+        print(f"filmed into {videos}")
     returns = []
-    with contextlib.closing(env):
+    with contextlib.closing(env), tqdm(unit="step", disable=None, leave=False) as bar:
         agent, _ = load(args.evaluate, env)
         while len(returns) < args.eval_episodes:
             obs, _ = env.reset(seed=episode_seed(args.seed, 2**31, len(returns)))
@@ -860,9 +858,10 @@ def evaluate(args: Args) -> list[float]:
             while not ended:
                 action = agent.act(obs[None])[0].clip(box.low, box.high)
                 obs, reward, terminated, truncated, _ = env.step(action)
+                bar.update()
                 score += float(reward)
                 ended = terminated or truncated
-            print(f"eval_episode={len(returns)}, episodic_return={score:.2f}")
+            bar.write(f"eval_episode={len(returns)}, episodic_return={score:.2f}")
             returns.append(score)
         print(f"eval, {len(returns)} episodes: {np.mean(returns):.2f} +- {np.std(returns):.2f}")
     return returns
@@ -873,19 +872,22 @@ def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args. With --resume or --evaluate the defaults are that run's."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         fail("one process trains here; torchrun is for ppo_atari_multigpu.py")
-
-    def run_folder(resume: Path | None = None, evaluate: Path | None = None):
-        return resume or evaluate
-
-    folder, _ = tyro.cli(run_folder, args=argv, return_unknown_args=True, add_help=False)
+    argv = [x.removesuffix("/checkpoint.pt") for x in (sys.argv[1:] if argv is None else argv) if x]
+    line = re.sub(r"(--\S+)[ =]True(?= |$)", r"\1", shlex.join(argv))  # CleanRL's older flags
+    argv = shlex.split(re.sub(r"--(\S+)[ =]False(?= |$)", r"--no-\1", line))
+    folder = "".join(re.findall(r"(?m)^--(?:resume|evaluate)[\n=](.*)", "\n".join(argv)))
     checkpoint = load_checkpoint(folder) if folder else {}
     saved = checkpoint.get("args", Args())
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
+    for name, value in vars(checkpoint.get("raw", saved)).items():
+        if getattr(args, name) == getattr(saved, name) != value:  # it names a module or a file
+            fail(f"{folder}: give --{name.replace('_', '-')} {shlex.quote(value)} again")
     for name in ("seed", "num_envs", "num_steps", "log_std_init", "scale_actions"):
         if args.resume and getattr(args, name) != getattr(saved, name):
             fail(f"{name}: {folder} keeps its {getattr(saved, name)}: leave the flag out")
-    if args.resume and args.num_iterations < checkpoint["iteration"]:
-        fail(f"--total-timesteps {args.total_timesteps}: {folder} has trained more")
+    over = sum('"status": "finished"' in x.read_text() for x in Path(folder).glob("run.json"))
+    if args.resume and args.num_iterations < checkpoint.get("iteration", math.inf) + over:
+        fail(f"{folder} has finished, or trained more: a larger --total-timesteps goes on")
     for package, needed in (("wandb", args.track), ("moviepy", args.capture_video)):
         if needed and importlib.util.find_spec(package) is None:
             fail(f"{package} is not installed: pip install {package}")

@@ -38,6 +38,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import shlex
 import signal
 import sys
@@ -129,17 +130,19 @@ class Args:
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
         may_be_0 = ["seed", "num_threads", "env_workers", "eval_interval"]
         may_be_0 += ["frame_stack", "action_repeat"]
+        least = dict.fromkeys(may_be_0, 0) | {"total_timesteps": self.batch_size, "num_steps": 4}
+        most = {"gamma": 1, "gae_lambda": 1, "num_minibatches": self.num_envs}
         for name, value in vars(self).items():
-            least = 0 if name in may_be_0 else 1
-            if type(value) is int and value < least:
-                raise ValueError(f"{name} is {value}: at least {least} is needed")
-        if self.num_steps < 4 or self.num_minibatches > self.num_envs:
-            raise ValueError("num_steps is at least 4, num_minibatches at most num_envs")
+            low, high = least.get(name, int(type(value) is int)), most.get(name, math.inf)
+            if type(value) in (int, float) and name != "log_std_init" and not low <= value <= high:
+                why = " (an iteration is num_envs x num_steps)" * (self.batch_size in (low, high))
+                raise ValueError(f"{name} is {value}: not in {low} ... {high}{why}")
         if self.resize and len([int(size) for size in self.resize.split("x")]) != 2:
             raise ValueError(f"resize is {self.resize}: height and width are needed, as 60x80")
-        options = json.loads(self.env_kwargs)
-        if type(options) is not dict or type(json.loads(self.eval_env_kwargs)) is not dict:
-            raise ValueError("env_kwargs or eval_env_kwargs is no JSON object")
+        try:
+            options, _ = ({**json.loads(x)} for x in (self.env_kwargs, self.eval_env_kwargs))
+        except (TypeError, ValueError):
+            raise ValueError("env_kwargs or eval_env_kwargs is no JSON object") from None
         if self.max_episode_steps:
             self.env_kwargs = json.dumps(options | {"max_episode_steps": self.max_episode_steps})
 
@@ -628,7 +631,7 @@ def train(args: Args) -> Path:
     agent = Agent(envs, args).to(device)
     agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # (detail 3)
     if args.resume:
-        agent.load_state_dict(checkpoint["agent"])
+        agent.load_state_dict(load(args.resume, envs)[0].state_dict())
         agent.adam.load_state_dict(agent.adam.state_dict() | {"state": checkpoint["adam"]})
         agent.rng.bit_generator.state = checkpoint["rng"]
         agent.discounted = np.array(checkpoint.get("discounted", [0.0]))
@@ -658,6 +661,7 @@ def train(args: Args) -> Path:
     # a line to paste: this interpreter, this file; a module must be named again
     program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
     module = ["--env-id", args.env_id] if ":" in args.env_id.removeprefix("envpool:") else []
+    module += ["--env-kwargs", args.env_kwargs] * (args.env_kwargs != "{}")
     if run.iteration < args.num_iterations:
         print("go on with:", shlex.join([*program, "--resume", str(run.folder), *module]))
         raise SystemExit(128 + signals[0])
@@ -1032,6 +1036,7 @@ class PoolEnvs:
             raise gym.error.Error("no --action-repeat here: EnvPool has frame_skip in --env-kwargs")
         self.observation_space = self.vector.observation_space
         self.action_space = self.vector.action_space
+        self.close = self.vector.close
         self.codec = Codec(self.observation_space, self.action_space, args)
         self.autoreset = np.zeros(num_envs, bool)  # [N], the next step begins an episode
         raw, info = self.vector.reset()
@@ -1047,9 +1052,6 @@ class PoolEnvs:
         self.new_game = info.get("terminated", terminated).astype(bool) | truncated  # no lost life
         self.obs = self.codec.read(raw, self.obs, running, info.get("legal_action_mask"))
         return rewards, terminated, truncated
-
-    def close(self):
-        self.vector.close()
 
 
 def make_envs(args: Args, num_envs: int, checkpoint: dict):
@@ -1072,11 +1074,12 @@ def compile_features(agent: Agent):
     except Exception as error:  # whatever a missing or broken compiler raises
         print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
         return
+    print("compiling the networks...")
     agent.features = torch.compile(agent.features, fullgraph=True)
 
 
 # --- run folder and checkpoints -------------------------------------------------------------------
-class Run:
+class Run(contextlib.AbstractContextManager):
     """A run's folder, logs and counters. While it is open, no other process can use the folder."""
 
     def __init__(self, args: Args, checkpoint: dict, here: Path = Path()):
@@ -1100,26 +1103,22 @@ class Run:
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {shlex.quote(str(self.folder))} goes on with it")
         # drop the rows after the checkpoint: they will be logged again
-        self.csv.truncate(checkpoint.get("csv_size", 0))
-        if not checkpoint:
+        self.csv.truncate(min(checkpoint.get("csv_size", 0), self.csv.tell()))
+        if self.csv.seek(0, os.SEEK_END) == 0:
             self.csv.write("global_step,seconds,return,length\n")
         self.wandb = None
         if args.track:
             import wandb  # before SummaryWriter, which it patches
 
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            same_run = {"id": checkpoint.get("wandb"), "resume": "allow"}
-            more = {"config": vars(self.args), "sync_tensorboard": True}
-            self.wandb = wandb.init(name=self.folder.name, **names, **same_run, **more)
+            more = {"id": checkpoint.get("wandb"), "resume": "allow", "sync_tensorboard": True}
+            self.wandb = wandb.init(name=self.folder.name, config=vars(self.args), **names, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
         table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
         self.writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *table]))
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.bar.write(f"{args.env_id}, {args.num_iterations} iterations, in {self.folder}")
         self.write_json("running")
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, kind, *_):
         if kind is SystemExit:  # an environment's, which would end without a word
@@ -1186,8 +1185,7 @@ def save(run: Run, agent: Agent, memory: torch.Tensor):
     state |= {"adam": agent.adam.state_dict()["state"], "rng": agent.rng.bit_generator.state}
     state |= {"global_step": run.global_step, "iteration": run.iteration}
     state |= {"seconds": time.monotonic() - run.start, "last_returns": list(run.last_returns)}
-    state["csv_size"] = (run.folder / "episodes.csv").stat().st_size
-    state["wandb"] = run.wandb and run.wandb.id
+    state |= {"csv_size": run.csv.tell(), "wandb": run.wandb and run.wandb.id}
     if not run.args.env_id.startswith("envpool:"):  # whose episodes can't be played again
         episodes = [(n, score, torch.tensor(np.array(x))) for n, score, x in run.episodes]
         state |= {"episodes": episodes, "discounted": agent.discounted.tolist(), "memory": memory}
@@ -1196,21 +1194,22 @@ def save(run: Run, agent: Agent, memory: torch.Tensor):
 
 
 def load_checkpoint(folder: Path) -> dict:
-    """Read what `save` wrote. No code in the file is run, and no module that it names imported."""
+    """Read what `save` wrote. It runs no code, and names no module to import and no file."""
     try:
-        path = Path(folder) / "checkpoint.pt"
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(f"{folder}/checkpoint.pt", map_location="cpu", weights_only=True)
         script = checkpoint.get("script", Path(__file__).name)
         if script != Path(__file__).name and {*checkpoint["args"]} - {*Args.__annotations__}:
             raise ValueError(f"it is of {script}")  # not of a copy under another name
-        args = Args(**{k: v for k, v in checkpoint["args"].items() if k in Args.__annotations__})
+        raw = Args(**{k: v for k, v in checkpoint["args"].items() if k in Args.__annotations__})
     except Exception as error:  # damaged files raise errors of many kinds
         fail(f"{folder}: no checkpoint of this script: {error!r}")
-    module, _, name = args.env_id.rpartition(":")
-    if module != "envpool":  # only the command line may name a module to import
-        args.env_id = name
+    args = replace(raw, env_id=re.sub("(?s)^(?!envpool:).*:", "", raw.env_id))
+    for name in ("env_kwargs", "eval_env_kwargs"):
+        words = re.findall('"(.*?)"', getattr(raw, name))
+        if any(re.search(r"[^\w -]", x) or Path(x).exists() for x in words):
+            setattr(args, name, "{}")
     episodes = [(n, score, [*x.numpy()]) for n, score, x in checkpoint.get("episodes", [])]
-    return checkpoint | {"args": args, "episodes": episodes}
+    return checkpoint | {"raw": raw, "args": args, "episodes": episodes}
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -1218,8 +1217,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """A list of the signals that came. The first ends training after its iteration, a second of
-    its kind acts at once. Only the main thread can catch signals; elsewhere it stays empty."""
+    """A list of the signals that came to the main thread. The first ends training after its
+    iteration, or in it if a compiler, too, got Ctrl-C. A second of its kind acts at once."""
     received = []
 
     def handler(number, frame):
@@ -1227,13 +1226,11 @@ def stop_signals():
         signal.signal(number, signal.SIG_DFL)
         os.write(2, b"\nstopping after this iteration\n")
 
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, handler) for number in SIGNALS if main}
-    try:
+    with contextlib.ExitStack() as stack:
+        for number in SIGNALS if threading.current_thread() is threading.main_thread() else ():
+            stack.callback(signal.signal, number, signal.signal(number, handler))
+        stack.push(lambda _, error, __: received and error and not print(f"{error!r:.200}"))
         yield received
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def check_finite(iteration: int, values: dict):
@@ -1274,7 +1271,11 @@ def load(folder: Path, env=None) -> tuple[Agent, Args]:
     args = checkpoint["args"]
     envs = env or make_envs(args, 1, {})
     agent = Agent(envs, args)
-    agent.load_state_dict(current_weights(checkpoint["agent"], agent))
+    weights = current_weights(checkpoint["agent"], agent)
+    names = [[(k, x.shape) for k, x in y.items()] for y in (agent.state_dict(), weights)]
+    if names[0] != names[1]:
+        fail(f"{folder} was trained by {checkpoint.get('script')}, with other networks or spaces")
+    agent.load_state_dict(weights)
     if env is None:
         envs.close()
     return agent, args
@@ -1296,6 +1297,8 @@ def play(args: Args, agent: Agent | None, sample: bool, name: str = "") -> list[
     if record:
         how = {"episode_trigger": lambda _: True, "name_prefix": name}
         envs.envs[0] = gym.wrappers.RecordVideo(envs.envs[0], f"{args.evaluate}/videos", **how)
+        envs.close = envs.envs[0].close  # which tells if it can't write the film
+        print(f"filmed into {args.evaluate}/videos")
         envs.begin(0, number=0)
     if agent is None:
         agent, _ = load(args.evaluate, envs)
@@ -1304,16 +1307,17 @@ def play(args: Args, agent: Agent | None, sample: bool, name: str = "") -> list[
     returns = []
     scores = np.zeros(N)
     playing = np.ones(N, bool)
-    with contextlib.closing(envs):
+    with contextlib.closing(envs), tqdm(unit="step", disable=None if name else True) as bar:
         while len(returns) < args.eval_episodes:
             noise = agent.noise(N, rng=rng) if sample else None
             actions, state = agent.step(envs.obs.to(agent.unit.device), state, noise)
             state[envs.autoreset] = 0.0  # as in training
             rewards, *_ = envs.step(actions.cpu().numpy())
+            bar.update(N)
             scores += getattr(envs, "scores", rewards)
             for i in np.flatnonzero(playing & getattr(envs, "new_game", envs.autoreset)):
                 if name:
-                    print(f"{name}_episode={len(returns)}, episodic_return={scores[i]:.2f}")
+                    bar.write(f"{name}_episode={len(returns)}, episodic_return={scores[i]:.2f}")
                 returns.append(float(scores[i]))
                 scores[i] = 0.0
                 playing[i] = N == 1
@@ -1334,19 +1338,22 @@ def evaluate(args: Args) -> list[float]:
 # --- command line ---------------------------------------------------------------------------------
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args. With --resume or --evaluate the defaults are that run's."""
-
-    def run_folder(resume: Path | None = None, evaluate: Path | None = None):
-        return resume or evaluate
-
-    folder, _ = tyro.cli(run_folder, args=argv, return_unknown_args=True, add_help=False)
+    argv = [x.removesuffix("/checkpoint.pt") for x in (sys.argv[1:] if argv is None else argv) if x]
+    line = re.sub(r"(--\S+)[ =]True(?= |$)", r"\1", shlex.join(argv))  # CleanRL's older flags
+    argv = shlex.split(re.sub(r"--(\S+)[ =]False(?= |$)", r"--no-\1", line))
+    folder = "".join(re.findall(r"(?m)^--(?:resume|evaluate)[\n=](.*)", "\n".join(argv)))
     checkpoint = load_checkpoint(folder) if folder else {}
     saved = checkpoint.get("args", Args())
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
+    for name, value in vars(checkpoint.get("raw", saved)).items():
+        if getattr(args, name) == getattr(saved, name) != value:  # it names a module or a file
+            fail(f"{folder}: give --{name.replace('_', '-')} {shlex.quote(value)} again")
     for name in ("seed", "num_envs", "num_steps", "log_std_init"):
         if args.resume and getattr(args, name) != getattr(saved, name):
             fail(f"{name}: {folder} keeps its {getattr(saved, name)}: leave the flag out")
-    if args.resume and args.num_iterations < checkpoint["iteration"]:
-        fail(f"--total-timesteps {args.total_timesteps}: {folder} has trained more")
+    over = sum('"status": "finished"' in x.read_text() for x in Path(folder).glob("run.json"))
+    if args.resume and args.num_iterations < checkpoint.get("iteration", math.inf) + over:
+        fail(f"{folder} has finished, or trained more: a larger --total-timesteps goes on")
     for package, needed in (("wandb", args.track), ("moviepy", args.capture_video)):
         if needed and importlib.util.find_spec(package) is None:
             fail(f"{package} is not installed: pip install {package}")

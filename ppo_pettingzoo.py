@@ -40,6 +40,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import shlex
 import signal
 import sys
@@ -126,14 +127,17 @@ class Args:
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size, 1)
         may_be_0 = ["seed", "env_workers", "eval_interval", "frame_stack", "action_repeat"]
+        least = dict.fromkeys(may_be_0, 0) | {"total_timesteps": self.batch_size}
+        most = {"gamma": 1, "gae_lambda": 1, "num_minibatches": self.batch_size}
         for name, value in vars(self).items():
-            least = 0 if name in may_be_0 else 1
-            if type(value) is int and value < least:
-                raise ValueError(f"{name} is {value}: at least {least} is needed")
-        if not (0.0 <= self.gamma <= 1.0 and 0.0 <= self.gae_lambda <= 1.0):
-            raise ValueError("gamma and gae_lambda are between 0 and 1")
-        if type(json.loads(self.env_kwargs)) is not dict:
-            raise ValueError("env_kwargs is no JSON object")
+            low, high = least.get(name, int(type(value) is int)), most.get(name, math.inf)
+            if type(value) in (int, float) and name != "log_std_init" and not low <= value <= high:
+                why = " (an iteration is num_envs x num_steps)" * (self.batch_size in (low, high))
+                raise ValueError(f"{name} is {value}: not in {low} ... {high}{why}")
+        try:
+            {**json.loads(self.env_kwargs)}
+        except (TypeError, ValueError):
+            raise ValueError(f"env_kwargs is {self.env_kwargs}: no JSON object") from None
 
 
 # --- agent ----------------------------------------------------------------------------------------
@@ -488,7 +492,7 @@ def train(args: Args) -> Path:
     agent = Agent(envs, args).to(device)
     agent.adam = torch.optim.Adam(agent.parameters(), eps=1e-5, fused=True)  # (detail 3)
     if args.resume:
-        agent.load_state_dict(checkpoint["agent"])
+        agent.load_state_dict(load(args.resume, envs)[0].state_dict())
         agent.adam.load_state_dict(agent.adam.state_dict() | {"state": checkpoint["adam"]})
         agent.rng.bit_generator.state = checkpoint["rng"]
     with contextlib.closing(envs), Run(args, checkpoint, here) as run, stop_signals() as signals:
@@ -510,6 +514,7 @@ def train(args: Args) -> Path:
     # a line to paste: this interpreter, this file; a module must be named again
     program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
     module = [] if is_known(args.env_id) else ["--env-id", args.env_id]
+    module += ["--env-kwargs", args.env_kwargs] * (args.env_kwargs != "{}")
     if run.iteration < args.num_iterations:
         print("go on with:", shlex.join([*program, "--resume", str(run.folder), *module]))
         raise SystemExit(128 + signals[0])
@@ -599,7 +604,10 @@ class Roles:
         mask = observation.get("action_mask", mask)
         valid = self.has[i].copy()
         if mask is not None and self.args.action_masks:
-            valid[valid] = np.hstack(mask).reshape(valid.sum()) > 0
+            mask = np.hstack(mask).ravel()
+            if len(mask) != valid.sum():
+                raise ValueError(f"{name} has a mask of {len(mask)} for {valid.sum()} choices")
+            valid[valid] = mask > 0
             if valid.any() and not np.add.reduceat(valid, self.starts, dtype=int).all():
                 raise ValueError(f"the action mask {mask} of {name} leaves a branch empty")
         flat = [gym.spaces.flatten(part, observation[k]) for k, part in self.parts[i].items()]
@@ -630,7 +638,7 @@ class Roles:
             return (action + getattr(space, "start", 0)).astype(space.dtype)[()]
         low = space.low.astype(np.float64)  # as exact as the result
         high = space.high.astype(np.float64)
-        bounded = np.isfinite(low) & np.isfinite(high)
+        bounded = high - low < 3e38  # some write their largest number for infinity
         scaled = np.where(bounded, (low + high) / 2 + (high - low) / 2 * action, action)
         return np.clip(scaled, low, high).astype(space.dtype)
 
@@ -643,7 +651,7 @@ def is_known(env_id: str) -> bool:
     """Whether an id names no module, or one of the packages above."""
     module, colon, name = env_id.rpartition(":")
     if colon:
-        return module in KNOWN_PACKAGES
+        return module in KNOWN_PACKAGES and not name.isidentifier()  # no function of theirs
     return "/" in name or "." not in name or name.split(".")[0] in KNOWN_PACKAGES
 
 
@@ -776,7 +784,7 @@ class Envs:
         for _ in range(self.args.action_repeat or (4 if is_ale(self.args.env_id) else 1)):
             before = observations
             observations, gains, terminated, truncated, infos = env.step(copy.deepcopy(acting))
-            rewards = {name: rewards[name] + gains.get(name, 0.0) for name in names}
+            rewards = {x: rewards[x] + np.asarray(gains.get(x, 0.0)).item() for x in names}
             if any(terminated.values()) or any(truncated.values()) or acting.keys() - env.agents:
                 break
         if before and is_ale(self.args.env_id):  # all see one screen (Atari detail 2)
@@ -828,7 +836,8 @@ class Envs:
 
     def close(self):
         for env in self.envs:
-            env.close()
+            with contextlib.suppress(Exception):  # training has ended, and is saved
+                env.close()
 
 
 def worker_loop(pipe, *envs_arguments):
@@ -903,7 +912,7 @@ def make_envs(args: Args, num_envs: int, checkpoint: dict):
 
 
 # --- run folder and checkpoints -------------------------------------------------------------------
-class Run:
+class Run(contextlib.AbstractContextManager):
     """A run's folder, logs and counters. While it is open, no other process can use the folder."""
 
     def __init__(self, args: Args, checkpoint: dict, here: Path = Path()):
@@ -928,26 +937,22 @@ class Run:
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {shlex.quote(str(self.folder))} goes on with it")
         # drop the rows after the checkpoint: they will be logged again
-        self.csv.truncate(checkpoint.get("csv_size", 0))
-        if not checkpoint:
+        self.csv.truncate(min(checkpoint.get("csv_size", 0), self.csv.tell()))
+        if self.csv.seek(0, os.SEEK_END) == 0:
             self.csv.write("global_step,seconds,return,length\n")
         self.wandb = None
         if args.track:
             import wandb  # before SummaryWriter, which it patches
 
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            same_run = {"id": checkpoint.get("wandb"), "resume": "allow"}
-            more = {"config": vars(self.args), "sync_tensorboard": True}
-            self.wandb = wandb.init(name=self.folder.name, **names, **same_run, **more)
+            more = {"id": checkpoint.get("wandb"), "resume": "allow", "sync_tensorboard": True}
+            self.wandb = wandb.init(name=self.folder.name, config=vars(self.args), **names, **more)
         self.writer = SummaryWriter(str(self.folder), purge_step=self.global_step + 1)
         table = [f"|{name}|{value}|" for name, value in vars(self.args).items()]
         self.writer.add_text("hyperparameters", "\n".join(["|param|value|", "|-|-|", *table]))
         self.bar = tqdm(total=args.total_timesteps, unit="step", disable=None)
         self.bar.write(f"{args.env_id}, {args.num_iterations} iterations, in {self.folder}")
         self.write_json("running")
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, kind, *_):
         if kind is SystemExit:  # an environment's, which would end without a word
@@ -1026,20 +1031,23 @@ def save(run: Run, agent: Agent):
 
 
 def load_checkpoint(folder: Path) -> dict:
-    """Read what `save` wrote. No code in the file is run, and no module that it names imported."""
+    """Read what `save` wrote. It runs no code, and names no module to import and no file."""
     try:
-        path = Path(folder) / "checkpoint.pt"
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(f"{folder}/checkpoint.pt", map_location="cpu", weights_only=True)
         script = checkpoint.get("script", Path(__file__).name)
         if script != Path(__file__).name and {*checkpoint["args"]} - {*Args.__annotations__}:
             raise ValueError(f"it is of {script}")  # not of a copy under another name
-        args = Args(**{k: v for k, v in checkpoint["args"].items() if k in Args.__annotations__})
+        raw = Args(**{k: v for k, v in checkpoint["args"].items() if k in Args.__annotations__})
     except Exception as error:  # damaged files raise errors of many kinds
         fail(f"{folder}: no checkpoint of this script: {error!r}")
-    if not is_known(args.env_id):  # only the command line may name a module to import
-        args.env_id = args.env_id.rpartition(":")[2].rpartition(".")[2]
+    args = replace(raw)
+    if not is_known(raw.env_id):
+        args.env_id = raw.env_id.rpartition(":")[2].rpartition(".")[2]
+    words = re.findall('"(.*?)"', raw.env_kwargs)
+    if any(re.search(r"[^\w -]", x) or Path(x).exists() for x in words):
+        args.env_kwargs = "{}"
     episodes = [(n, score, [*x.numpy()]) for n, score, x in checkpoint.get("episodes", [])]
-    return checkpoint | {"args": args, "episodes": episodes}
+    return checkpoint | {"raw": raw, "args": args, "episodes": episodes}
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -1047,8 +1055,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 @contextlib.contextmanager
 def stop_signals():
-    """A list of the signals that came. The first ends training after its iteration, a second of
-    its kind acts at once. Only the main thread can catch signals; elsewhere it stays empty."""
+    """A list of the signals that came to the main thread. The first ends training after its
+    iteration, or in it if a compiler, too, got Ctrl-C. A second of its kind acts at once."""
     received = []
 
     def handler(number, frame):
@@ -1056,13 +1064,11 @@ def stop_signals():
         signal.signal(number, signal.SIG_DFL)
         os.write(2, b"\nstopping after this iteration\n")
 
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, handler) for number in SIGNALS if main}
-    try:
+    with contextlib.ExitStack() as stack:
+        for number in SIGNALS if threading.current_thread() is threading.main_thread() else ():
+            stack.callback(signal.signal, number, signal.signal(number, handler))
+        stack.push(lambda _, error, __: received and error and not print(f"{error!r:.200}"))
         yield received
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def check_finite(iteration: int, values: dict):
@@ -1081,10 +1087,13 @@ def check_finite(iteration: int, values: dict):
 def load(folder: Path, env=None) -> tuple[Agent, Args]:
     """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
     checkpoint = load_checkpoint(folder)
-    args = checkpoint["args"]
+    args, weights = checkpoint["args"], checkpoint["agent"]
     envs = env or make_envs(args, 1, {})
     agent = Agent(envs, args)
-    agent.load_state_dict(checkpoint["agent"])
+    names = [[(k, x.shape) for k, x in y.items()] for y in (agent.state_dict(), weights)]
+    if names[0] != names[1]:
+        fail(f"{folder} was trained by {checkpoint.get('script')}, with other networks or spaces")
+    agent.load_state_dict(weights)
     if env is None:
         envs.close()
     return agent, args
@@ -1162,6 +1171,7 @@ def evaluate(args: Args) -> list[float]:
         from gymnasium.utils.save_video import save_video  # needs moviepy
 
         save_video(frames, str(here / args.evaluate / "videos"), lambda _: True, fps=15)
+        print(f"filmed into {here / args.evaluate / 'videos'}")
     for name, done in returns.items():
         kinds = {"mean": done.mean(axis=1), "sum": done.sum(axis=1)}
         parts = [f"{k} over agents {x.mean():.2f} +- {x.std():.2f}" for k, x in kinds.items()]
@@ -1175,19 +1185,22 @@ def evaluate(args: Args) -> list[float]:
 # --- command line ---------------------------------------------------------------------------------
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args. With --resume or --evaluate the defaults are that run's."""
-
-    def run_folder(resume: Path | None = None, evaluate: Path | None = None):
-        return resume or evaluate
-
-    folder, _ = tyro.cli(run_folder, args=argv, return_unknown_args=True, add_help=False)
+    argv = [x.removesuffix("/checkpoint.pt") for x in (sys.argv[1:] if argv is None else argv) if x]
+    line = re.sub(r"(--\S+)[ =]True(?= |$)", r"\1", shlex.join(argv))  # CleanRL's older flags
+    argv = shlex.split(re.sub(r"--(\S+)[ =]False(?= |$)", r"--no-\1", line))
+    folder = "".join(re.findall(r"(?m)^--(?:resume|evaluate)[\n=](.*)", "\n".join(argv)))
     checkpoint = load_checkpoint(folder) if folder else {}
     saved = checkpoint.get("args", Args())
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
-    if args.resume and args.num_iterations < checkpoint["iteration"]:
-        fail(f"--total-timesteps {args.total_timesteps}: {folder} has trained more")
+    for name, value in vars(checkpoint.get("raw", saved)).items():
+        if getattr(args, name) == getattr(saved, name) != value:  # it names a module or a file
+            fail(f"{folder}: give --{name.replace('_', '-')} {shlex.quote(value)} again")
     for name in ("seed", "num_envs", "num_steps", "log_std_init", "agent_id", "critic"):
         if args.resume and getattr(args, name) != getattr(saved, name):
             fail(f"{name}: {folder} keeps its {getattr(saved, name)}: leave the flag out")
+    over = sum('"status": "finished"' in x.read_text() for x in Path(folder).glob("run.json"))
+    if args.resume and args.num_iterations < checkpoint.get("iteration", math.inf) + over:
+        fail(f"{folder} has finished, or trained more: a larger --total-timesteps goes on")
     for package, needed in (("wandb", args.track), ("moviepy", args.capture_video)):
         if needed and importlib.util.find_spec(package) is None:
             fail(f"{package} is not installed: pip install {package}")

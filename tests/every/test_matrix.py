@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from program import (
     Toy,
     assert_same,
     content,
+    in_a_fork,
     installed,
     rows,
     scalars,
@@ -183,6 +185,56 @@ def test_the_same_seed_gives_the_same_bits_and_another_one_others(script, tmp_pa
         assert not torch.isclose(first[0]["agent"][name], other[0]["agent"][name]).all(), name
 
 
+@EVERY
+def test_what_ends_with_a_signal_is_no_failure(script, tmp_path, monkeypatch, capfd):
+    """A terminal's Ctrl-C goes to all processes of a group: a compiler or a simulator ends, too."""
+    folder, module = tmp_path / "run", importlib.import_module(script)
+
+    def killed(*given, **more):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise RuntimeError("g++ was killed\n" * 99)
+
+    monkeypatch.setattr(module, "update", killed)
+    start = parse(script, f"{SMALL[script]} --run-dir {folder}")
+    assert in_a_fork(module.train, start) == 128 + signal.SIGINT
+    printed = capfd.readouterr()
+    assert f"--resume {folder}" in printed.out.splitlines()[-1]
+    assert "g++ was killed" in printed.out and len(printed.out.splitlines()) < 9
+    assert "Traceback" not in printed.err
+    assert status(folder) == "running" and module.load_checkpoint(folder)["iteration"] == 0
+
+
+@EVERY
+def test_a_finished_run_is_told_and_stays_as_it_is(script, tmp_path, capfd):
+    """A policy alone is told, too. A run that was killed after its last save is not finished."""
+    folder = tmp_path / "run"
+    checkpoint = train(script, folder)
+    before = content(folder)
+    for name in (folder, folder / "checkpoint.pt"):
+        for flags in (named(script), "--env-id Other-v0"):
+            refused(capfd, f"{folder} has finished", parse, script, f"--resume {name} {flags}")
+    assert content(folder) == before
+    text = (folder / "run.json").read_text()
+    (folder / "run.json").write_text(text.replace('"finished"', '"running"'))
+    assert resume(script, folder)["iteration"] == checkpoint["iteration"]
+    assert status(folder) == "finished"
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    torch.save({name: saved[name] for name in ("args", "agent")}, folder / "checkpoint.pt")
+    refused(capfd, f"{folder} has finished", resume, script, folder, "--total-timesteps 999")
+
+
+@EVERY
+def test_a_lost_table_begins_anew(script, tmp_path):
+    train(script, tmp_path / "run")
+    table = tmp_path / "run" / "episodes.csv"
+    header = table.read_bytes().splitlines(keepends=True)[0]
+    for total, left in ((4, None), (6, b""), (8, header)):
+        table.unlink() if left is None else table.write_bytes(left)
+        resume(script, tmp_path / "run", f"--total-timesteps {total * STEPS[script]}")
+        assert table.read_bytes().startswith(header) and b"\0" not in table.read_bytes()
+        assert len(rows(tmp_path / "run")) > (script != MULTI)
+
+
 # --- what a run leaves ----------------------------------------------------------------------------
 @EVERY
 def test_what_a_run_writes(script, tmp_path, capfd):
@@ -325,12 +377,23 @@ def test_evaluation(script, tmp_path, monkeypatch, capfd):
 
 
 @EVERY
-def test_videos(script, tmp_path):
+def test_videos(script, tmp_path, monkeypatch, capfd):
     train(script, tmp_path / "run")
     returns = evaluate(script, tmp_path / "run", "--eval-episodes 1 --capture-video")
     assert returns == evaluate(script, tmp_path / "run", "--eval-episodes 1")
+    assert f"filmed into {tmp_path / 'run' / 'videos'}\n" in capfd.readouterr().out
     films = list((tmp_path / "run" / "videos").glob("*.mp4"))
     assert films and min(film.stat().st_size for film in films) > 500
+
+    def full(*given, **more):
+        raise OSError("no space")
+
+    monkeypatch.setattr(
+        "moviepy.video.io.ImageSequenceClip.ImageSequenceClip.write_videofile", full
+    )
+    with pytest.raises(OSError, match="no space"):  # before the last film, which is closed silently
+        flags = f"--eval-episodes {1 + (script in GYMNASIUM[:4])} --capture-video"
+        evaluate(script, tmp_path / "run", flags)
 
 
 # --- what is broken -------------------------------------------------------------------------------
@@ -480,6 +543,47 @@ def test_a_run_of_another_script_is_told(script, tmp_path, capfd):
     assert script == "ppo_pixels" or all({*checkpoint["args"]} - x for x in flags)
 
 
+@EVERY
+def test_other_networks_are_told(script, tmp_path, capfd):
+    """A copy's, which have other shapes, or, for which Adam's moments would be mixed, an order."""
+    folder = tmp_path / "run"
+    train(script, folder)
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    wide = saved["agent"] | {
+        name: x.repeat(2, 1) for name, x in saved["agent"].items() if x.ndim == 2
+    }
+    for weights in (wide, dict(reversed(saved["agent"].items()))):
+        torch.save(saved | {"script": "mine.py", "agent": weights}, folder / "checkpoint.pt")
+        says = f"{folder} was trained by mine.py, with other networks"
+        refused(capfd, says, evaluate, script, folder)
+        refused(capfd, says, resume, script, folder, "--total-timesteps 999")
+
+
+@pytest.mark.parametrize("script", [x for x in SCRIPTS if named(x)])
+def test_a_module_or_a_file_is_named_again(script, tmp_path, monkeypatch, capfd):
+    """What a folder's arguments name is not used; the command line may name it."""
+    folder, flag = tmp_path / "run", named(script)
+    train(script, folder)
+    refused(capfd, f"{folder}: give {flag} again", parse, script, f"--evaluate {folder}")
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    load = importlib.import_module(script).load_checkpoint
+    paths = [{"x": "/a"}, {"x": [{"y": "\\a"}]}, {"x": {"y": "file"}}, {"x": "os.system"}]
+    for kwargs in [json.dumps(x) for x in paths] + ['{"\\u002fa": "b"}', '{"x": "a:b"}']:
+        args = saved["args"] | {"env_kwargs": kwargs}
+        torch.save(saved | {"args": args}, folder / "checkpoint.pt")
+        assert load(folder)["args"].env_kwargs == "{}"
+        again = ["--evaluate", str(folder), *flag.split()]
+        says = f"{folder}: give --env-kwargs {shlex.quote(kwargs)} again"
+        refused(capfd, says, importlib.import_module(script).parse_args, again)
+        given = importlib.import_module(script).parse_args([*again, f"--env-kwargs={kwargs}"])
+        assert given.env_kwargs == kwargs
+    args = saved["args"] | {"env_kwargs": '{"x": ["rgb_array", "8x8", "Do it-v0"], "y": 0.5}'}
+    torch.save(saved | {"args": args}, folder / "checkpoint.pt")
+    assert load(folder)["args"].env_kwargs == args["env_kwargs"]
+
+
 # --- the command line -----------------------------------------------------------------------------
 FULLY = {  # and what is said of it, by tyro's frame or in one line
     "--learning-rat 0.1": "--learning-rate", "--epsilon 0.2": "Unrecognized options: --epsilon",
@@ -487,14 +591,17 @@ FULLY = {  # and what is said of it, by tyro's frame or in one line
     "--env-id envpool:Nothing-v0": "EnvPool has no Nothing-v0",
     "--env-id envpool:Pong-v5": "for images: ppo_pixels.py",
     "--env-id toys:Turn-v0": "for discrete ones: ppo.py", "--seed one": "one",
-    "--seed -1": "seed is -1", "--total-timesteps 1": "num_iterations is 0",
-    "--num-envs 0": "num_envs is 0", "--num-minibatches 99": "minibatch_size is 0",
+    "--seed -1": "seed is -1", "--gamma 1.5": "gamma is 1.5: not in 0 ... 1",
+    "--total-timesteps 1": "total_timesteps is 1: not in 16 ... inf (an iteration is num_envs x",
+    "--clip-coef -0.1": "clip_coef is -0.1: not in 0 ... inf", "--learning-rate nan": "is nan",
+    "--num-envs 0": "num_envs is 0", "--num-minibatches 99": "is 99: not in 1 ... 16",
     "--env-workers -1": "env_workers is -1", "--env-kwargs []": "no JSON object",
+    "--env-kwargs {'a':True}": "env_kwargs is {'a':True}: no JSON object",
     "--max-episode-steps 0": "max_episode_steps is 0", "--run-dir run": "a run is there: --resume",
     "--evaluate nowhere": "nowhere: no checkpoint",
     "--resume run --num-envs 3 --total-timesteps 96": "num_envs: run keeps its 2",
     "--resume run --no-scale-actions": "scale_actions: run keeps its True",
-    "--resume run --total-timesteps 16": "run has trained more",
+    "--resume run --total-timesteps 16": "run has finished, or trained more",
     "--evaluate run --capture-video": "moviepy is not installed",
 }  # fmt: skip
 THREE = {  # on each other script
@@ -546,6 +653,8 @@ def test_command_lines_of_cleanrl_run(script, monkeypatch):
     line = CLEANRL + ANNEALED * (script != WARP)
     spelled = re.sub("(?<=[a-z])-(?=[a-z])", "_", line) if script == "ppo" else line
     args = vars(parse(script, spelled))
+    older = re.sub(r"--no-(\S+)", r"--\1 False", spelled).replace("--track", "--track=True")
+    assert vars(parse(script, older)) == args
     for flag, value in re.findall(r"--(\S+)(?:\s+(?!--)(\S+))?", line):
         name = flag.removeprefix("no-").replace("-", "_")
         assert str(args[name]) == (value or str(not flag.startswith("no-"))), flag

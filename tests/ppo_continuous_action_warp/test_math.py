@@ -195,9 +195,10 @@ def test_the_pages_environment_trains(tmp_path, monkeypatch, capfd):
     assert np.mean(scores[:50]) < -25 and np.mean(scores[-50:]) > -15
     assert checkpoint["envs"].keys() == {"steps", "place", "goal"}
     assert "play with" not in capfd.readouterr().out
-    for more in ([], ["--env-id", "my_robots:Point"]):
-        args = script.parse_args(["--evaluate", str(tmp_path / "run"), *more])
-        refused(capfd, "for your own: see `load`", script.evaluate, args)
+    again = ["--evaluate", str(tmp_path / "run")]
+    refused(capfd, "give --env-id my_robots:Point again", script.parse_args, again)
+    args = script.parse_args([*again, "--env-id", "my_robots:Point"])
+    refused(capfd, "for your own: see `load`", script.evaluate, args)
     exec(play, {"folder": tmp_path / "run"})  # as the page says
     assert -15 < float(capfd.readouterr().out) < 0
 
