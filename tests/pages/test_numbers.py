@@ -184,6 +184,13 @@ def test_who_is_ahead_for_certain():
     assert ahead == both | {("ppo_kl_adaptive", "Hopper"), ("ppo_kl_adaptive", "Walker2d")}
 
 
+def test_means_over_dm_control():
+    ours, theirs = (cell.split()[1] for cell in cells("control", "all")[2:4])
+    for page in (docs.PAGES[0], docs.DOCS / "measurements.md"):
+        (line,) = re.findall(rf".*behind CleanRL's.*{ours}.*", page.read_text())
+        assert theirs in line
+
+
 def test_runs_without_a_command_are_as_many_as_the_page_says():
     kept = [run for run in curves.read() if run.place.suffix == ".json"]
     without = sum("command" not in run.info for run in kept)
