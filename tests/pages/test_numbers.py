@@ -14,7 +14,7 @@ import pytest
 
 from benchmark import compare, data
 from benchmark.published import HERE, RESULTS, ROOT, curves, docs, index, superseded, tables
-from benchmark.published.lists import MUJOCO, SCRIPTS
+from benchmark.published.lists import CLIPPED, EIGHT, HARD, MUJOCO, SCRIPTS
 from benchmark.stats import iqm
 
 
@@ -195,3 +195,31 @@ def test_runs_without_a_command_are_as_many_as_the_page_says():
     kept = [run for run in curves.read() if run.place.suffix == ".json"]
     without = sum("command" not in run.info for run in kept)
     assert f"({without} of the first runs have none" in (HERE / "README.md").read_text()
+
+
+EXPLORED = f"{CLIPPED} explore-defaults", "change explore-entropy-falls"
+STOP, BONUS = (f"{CLIPPED} no-target-kl", CLIPPED), (CLIPPED, f"{CLIPPED} ent-coef-0.01")
+JUDGED = [  # of what_matters.md: a sentence with P and p, before and after, tasks, metric
+    (r"P is (\S+) on Humanoid \(5,235, not 1,086; p = (\S+)\)", STOP, EIGHT[6:7], "evaluation"),
+    (r"and (\S+) on Ant \(4,638, not 3,739; p = (\S+)\)", STOP, ["Ant-v4"], "evaluation"),
+    (r"Hopper's (\S+) \(p = (\S+)\)", STOP, ["Hopper-v4"], "evaluation"),
+    (r"Walker2d's (\S+) \(p = (\S+)\)", STOP, ["Walker2d-v4"], "evaluation"),
+    (r"By training returns P is (\S+) over all eight \(p = (\S+)\)", STOP, EIGHT, "training"),
+    (
+        r"On the eight alone P is (\S+) \(.{0,20}p = (\S+)\) by the final",
+        BONUS,
+        EIGHT,
+        "evaluation",
+    ),
+    (r"policies, and (\S+) \(.{0,20}p = (\S+)\) by training", BONUS, EIGHT, "training"),
+    (r"P = (\S+), p = (\S+)\), and level", EXPLORED, HARD, "evaluation"),
+]
+
+
+@pytest.mark.parametrize(("words", "pair", "env_ids", "metric"), JUDGED)
+def test_what_matters_says_what_compare_says(words, pair, env_ids, metric):
+    found = [curves.committed([name], env_ids) for name in pair]
+    _, judged = compare.effect(*found, metric)
+    text = " ".join((docs.DOCS / "what_matters.md").read_text().split())
+    ((probability, p),) = re.findall(words, text)
+    assert (probability, float(p)) == (f"{judged.probability:.2f}", float(f"{judged.p:.2g}"))
