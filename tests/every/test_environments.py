@@ -16,7 +16,7 @@ import toys
 from common import make
 from gymnasium import spaces
 from program import returns
-from scripts import GYMNASIUM, PARALLEL, SMALL, WHOLE, evaluate, refused, train
+from scripts import GYMNASIUM, PARALLEL, SMALL, WHOLE, evaluate, refused, resume, train
 
 VECTORS = ["ppo", "ppo_continuous_action", *WHOLE]  # whose observations are vectors
 CHOICES = ["ppo", "ppo_pixels", "ppo_lstm"]
@@ -537,3 +537,23 @@ def test_envpools_time_limit_returns_the_true_last_observation():
         rewards, terminated, truncated = envs.step(rng.uniform(-1, 1, (2, 6)))
         assert not rewards.any() and not (terminated | truncated | envs.autoreset).any()
         assert np.abs(envs.obs[:, :8]).max() < 0.3
+
+
+@pytest.mark.parametrize("script", GYMNASIUM)
+def test_observations_of_another_shape_are_played_again(script, tmp_path, monkeypatch):
+    """A column, where the space has a row, and an array that all instances share."""
+    shared = np.zeros((3, 1), np.float32)
+
+    def look(env, last):
+        shared[:, 0] = env.episode, env.t, last + env.shift
+        return shared
+
+    def agent(folder: str) -> dict:
+        return train(script, tmp_path / folder, iterations=3)["agent"]
+
+    plain = agent("plain")
+    monkeypatch.setattr(toys.Walk, "look", look)
+    odd = agent("odd")
+    assert all(torch.equal(x, odd[name]) for name, x in plain.items())
+    before = train(script, tmp_path / "cut", iterations=2)["iteration"]
+    assert resume(script, tmp_path / "cut", "--total-timesteps 200")["iteration"] > before

@@ -38,7 +38,7 @@ def snippets(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
 
 
-(WATCH,) = snippets(COMING)
+WATCH, SECOND = snippets(COMING)
 (LOOP,) = snippets((ROOT / "docs" / "ppo_cma.md").read_text())
 
 
@@ -71,7 +71,7 @@ def play(script, folder, flags: str = "", episodes: int = 3) -> list[float]:
 
 def start(snippet: str, script, flags: str) -> dict:
     """A snippet as a program, with these flags; `script` stands for the page's. Its names."""
-    names = {}
+    names = {"__name__": "__main__"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", shlex.split(f"snippet.py {SMALL[script]} {flags}"))
         # what a snippet replaces in the script is put back
@@ -97,6 +97,20 @@ def test_evaluating_while_it_trains(script, place, capsys):
     assert np.mean(play(script, place / "watched" / "best", episodes=2)) == max(scores)
     logged = scalars(place / "watched")["eval/episodic_return"]
     assert [value for _, value in logged] == pytest.approx(scores, rel=1e-5)
+
+
+def test_a_second_task_begins_with_the_networks_of_the_first(place, monkeypatch):
+    init = ppo_continuous_action.Agent.__init__
+    monkeypatch.setattr(ppo_continuous_action.Agent, "__init__", init)  # is put back
+    train(ppo_continuous_action, "--run-dir runs/FIRST")
+    start(SECOND, ppo_continuous_action, "--learning-rate 0 --run-dir second")
+    first, second = (
+        torch.load(place / name / "checkpoint.pt", weights_only=True)["agent"]
+        for name in ("runs/FIRST", "second")
+    )
+    assert all(torch.equal(x, second[name]) for name, x in first.items() if "moments" not in name)
+    assert second["obs_moments.count"] > 1.5 * first["obs_moments.count"]
+    assert status(place / "second") == "finished"
 
 
 def test_a_loop_of_ones_own():

@@ -409,12 +409,44 @@ def test_a_saved_policy_acts_for_one_agent_and_for_all(tmp_path):
 
 
 # --- environments ---------------------------------------------------------------------------------
+def test_what_an_environment_may_give(monkeypatch):
+    """Rewards of shape (1,), a mask of another length, a `close` that raises."""
+    envs = make_envs()
+    env = envs.envs[0]
+    step = env.step
+
+    def odd(actions):
+        observations, gains, *rest = step(actions)
+        return observations, {name: np.array([x + 0.5]) for name, x in gains.items()}, *rest
+
+    monkeypatch.setattr(env, "step", odd)
+    rewards, *_ = envs.step(np.zeros((1, 3, 1), int))
+    assert rewards.shape == (1, 3) and (rewards % 1.0 == 0.5).all()
+    observation = np.zeros(envs.roles.sizes[1])
+    with pytest.raises(ValueError, match="guard_0 has a mask of 5 for 2 choices"):
+        envs.roles.row("guard_0", observation, {"action_mask": np.ones(5)})
+
+    def closed():
+        raise OSError("no display")
+
+    monkeypatch.setattr(env, "close", closed, raising=False)
+    envs.close()
+
+
+def test_a_box_as_large_as_its_type_has_no_bounds():
+    high = np.full(2, np.finfo(np.float32).max)
+    boxes = Dict({"a": Box(-high, high), "b": Box(-2.0, 2.0, (2,))})
+    roles = script.Roles(Dict({"a": Box(0, 1, (1,)), "b": Box(0, 1, (1,))}), boxes, Args())
+    assert roles.env_action("a", np.float32([0.5, -3.0])).tolist() == [0.5, -3.0]
+    assert roles.env_action("b", np.float32([0.5, -3.0])).tolist() == [1.0, -2.0]
+
+
 def test_modules_that_a_folder_may_name():
     """Those of packages that are known."""
     known = {
         SPEAKER: True, KAZ: True, FORAGING: True, "CartPole-v1": True,
         "magent2.environments.battle_v4": True, "evil": True, "evil:make": False,
         "runs.stranger.evil": False, "mpe2evil.x": False, "evil:mpe2.x": False,
-        "evil:sisl/pursuit_v5": False, "mpe2.core:os": False,
+        "evil:sisl/pursuit_v5": False, "mpe2.core:os": False, "lbforaging:register": False,
     }  # fmt: skip
     assert {env_id: script.is_known(env_id) for env_id in known} == known
