@@ -24,6 +24,7 @@ from benchmark.published.lists import (
     STUDIES,
     TASKS,
 )
+from benchmark.published.units import UNITS
 from benchmark.report import estimate, number
 
 SPEED = RESULTS / "speed"
@@ -546,11 +547,27 @@ def border_training() -> str:
     return table("environment, N, stepped by | steps per second | to one process", rows)
 
 
+def units() -> str:
+    """Returns in the task's own unit, by units.sh: the seeds' mean, and the worst one."""
+    path = RESULTS / "units.csv"
+    rows = {}
+    for row in data.read_csv(path):
+        unit = row["env_id"].split("-", 1)[1].removesuffix("-v0")
+        own = rows.setdefault(row["algorithm"], {name: [] for name in UNITS})
+        own[unit].append(row["training"] / UNITS[unit][2])
+    cells = [
+        [f"{number(np.mean(x))} ({number(min(x))})" for x in y.values()] for y in rows.values()
+    ]
+    lines = ([f"`{script}.py`", *row] for script, row in zip(rows, cells, strict=True))
+    return table(f"script | {' | '.join(UNITS)}", [measured(row, path) for row in lines])
+
+
 BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
         scores, all_speeds, clipped_results, control, helped, cma_results, humanoid, kl_results,
         atari_results, border_training, gpu_atari, gpu_warp, studied, bonus_ant, bonus_tasks, scale,
+        units,
     )
 }  # fmt: skip
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
