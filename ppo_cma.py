@@ -453,6 +453,7 @@ def train(args: Args) -> Path:
     else:
         pretrain_policy(agent, args)
     with contextlib.closing(envs), Run(args, checkpoint, here) as run, stop_signals() as signals:
+        run.bar.write("keep observations and rewards near 1 in size: docs/your_environment.md")
         save(run, agent)
         while run.global_step < args.total_timesteps and not signals:
             remaining = 1.0 - run.global_step / args.total_timesteps

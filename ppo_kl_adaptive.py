@@ -514,6 +514,7 @@ def train(args: Args) -> Path:
         agent.replay = tuple(x.to(device) for x in checkpoint["replay"])
         agent.rng.bit_generator.state = checkpoint["rng"]
     with contextlib.closing(envs), Run(args, checkpoint, here) as run, stop_signals() as signals:
+        run.bar.write("keep observations and rewards near 1 in size: docs/your_environment.md")
         save(run, agent)
         while not run.finished() and not signals:
             if run.iteration == 0:

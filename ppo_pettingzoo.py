@@ -496,6 +496,7 @@ def train(args: Args) -> Path:
         agent.adam.load_state_dict(agent.adam.state_dict() | {"state": checkpoint["adam"]})
         agent.rng.bit_generator.state = checkpoint["rng"]
     with contextlib.closing(envs), Run(args, checkpoint, here) as run, stop_signals() as signals:
+        run.bar.write("keep observations and rewards near 1 in size: docs/your_environment.md")
         save(run, agent)
         while run.iteration < args.num_iterations and not signals:
             scheduled = copy.copy(args)  # coefficients that fall are set here, and only here

@@ -551,7 +551,7 @@ def units() -> str:
     """Returns in the task's own unit, by units.sh: the seeds' mean, and the worst one."""
     path = RESULTS / "units.csv"
     rows = {}
-    for row in data.read_csv(path):
+    for row in data.read_csv(path) if path.exists() else ():
         unit = row["env_id"].split("-", 1)[1].removesuffix("-v0")
         own = rows.setdefault(row["algorithm"], {name: [] for name in UNITS})
         own[unit].append(row["training"] / UNITS[unit][2])
@@ -559,7 +559,8 @@ def units() -> str:
         [f"{number(np.mean(x))} ({number(min(x))})" for x in y.values()] for y in rows.values()
     ]
     lines = ([f"`{script}.py`", *row] for script, row in zip(rows, cells, strict=True))
-    return table(f"script | {' | '.join(UNITS)}", [measured(row, path) for row in lines])
+    header = " | ".join(["mean (worst seed)", *UNITS])
+    return table(header, [measured(row, path) for row in lines]) if rows else ""
 
 
 BLOCKS = {

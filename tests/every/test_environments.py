@@ -266,6 +266,12 @@ def test_what_hardly_moves_is_named(script, registered, tmp_path, capsys, monkey
     assert re.fullmatch(r"observation 1 moves by [12]e-06 only: give it in a smaller unit", line)
 
 
+@pytest.mark.parametrize("script", [*WHOLE, "ppo_pettingzoo"])
+def test_what_is_not_scaled_is_told(script, tmp_path, capsys):
+    train(script, tmp_path / "run")
+    assert "keep observations and rewards near 1 in size" in capsys.readouterr().out
+
+
 SEES = [("FrozenLake-v1", 16, 0), ("Taxi-v4", 500, 0), ("Taxi-v4 --no-action-masks", 500, 0)]
 SEES += [("envpool:Play2048-v1", 16 * 31, 0), ("Own-v0", 3, 4)]
 
