@@ -810,15 +810,10 @@ def stop_signals():
 
 
 def check_finite(iteration: int, values: dict):
-    """Raise FloatingPointError for the first NaN or infinity. Once, name what hardly moves."""
+    """Raise FloatingPointError that names the first value with a NaN or an infinity."""
     for name, x in values.items():
         if not torch.as_tensor(x).isfinite().all():
             raise FloatingPointError(f"iteration {iteration}: {name} is not finite")
-        if iteration == 0 and "obs" in name and name.endswith(".var"):  # it is scaled
-            what = name.split(".")[-2].removesuffix("_moments").replace("obs", "observation", 1)
-            mean, std = values[name[:-3] + "mean"].flatten(), x.sqrt().flatten()
-            for i in ((std < 1e-4) & (std > 1e-6 * mean.abs())).nonzero().flatten().tolist():
-                tqdm.write(f"{what} {i} moves by {std[i]:.0e} only: give it in a smaller unit")
 
 
 # --- evaluation -----------------------------------------------------------------------------------

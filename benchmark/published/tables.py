@@ -6,6 +6,7 @@ anew. README.md here says which page shows a table, and which command made its r
 
 from collections.abc import Iterable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import median
 
@@ -30,6 +31,7 @@ from benchmark.report import estimate, number
 SPEED = RESULTS / "speed"
 BONUSES = RESULTS / "default.csv"
 SCALE = RESULTS / "scale.csv"
+IN_UNITS = RESULTS / "units.csv"
 BONUS = "ent-coef-0.01"
 
 
@@ -549,18 +551,14 @@ def border_training() -> str:
 
 def units() -> str:
     """Returns in the task's own unit, by units.sh: the seeds' mean, and the worst one."""
-    path = RESULTS / "units.csv"
     rows = {}
-    for row in data.read_csv(path) if path.exists() else ():
+    for row in data.read_csv(IN_UNITS):
         unit = row["env_id"].split("-", 1)[1].removesuffix("-v0")
-        own = rows.setdefault(row["algorithm"], {name: [] for name in UNITS})
+        own = rows.setdefault(f"`{row['algorithm']}.py`", {name: [] for name in UNITS})
         own[unit].append(row["training"] / UNITS[unit][2])
-    cells = [
-        [f"{number(np.mean(x))} ({number(min(x))})" for x in y.values()] for y in rows.values()
-    ]
-    lines = ([f"`{script}.py`", *row] for script, row in zip(rows, cells, strict=True))
-    header = " | ".join(["mean (worst seed)", *UNITS])
-    return table(header, [measured(row, path) for row in lines]) if rows else ""
+    texts = (f"{number(np.mean(x))} ({number(min(x))})" for y in rows.values() for x in y.values())
+    lines = [measured([script, *islice(texts, len(UNITS))], IN_UNITS) for script in rows]
+    return table(" | ".join(["mean (worst seed)", *UNITS]), lines)
 
 
 BLOCKS = {
@@ -568,9 +566,10 @@ BLOCKS = {
     for make in (
         scores, all_speeds, clipped_results, control, helped, cma_results, humanoid, kl_results,
         atari_results, border_training, gpu_atari, gpu_warp, studied, bonus_ant, bonus_tasks, scale,
-        units,
     )
 }  # fmt: skip
+if IN_UNITS.exists():  # its runs have ended
+    BLOCKS["units"] = units
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
 BLOCKS["bonus-fresh"] = partial(bonus_tasks, 3)
 for metric in report.METRICS:

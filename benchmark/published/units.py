@@ -1,7 +1,4 @@
-"""The same tasks in seven units: observations times k plus b, rewards times c.
-
-python ppo.py --env-id benchmark.published.units:CartPole-k0.01-v0
-"""
+"""The same tasks in seven units: observations times k plus b, rewards times c. See units.sh."""
 
 from functools import partial
 from importlib import import_module

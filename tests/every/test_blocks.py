@@ -45,6 +45,7 @@ OWN = {
     "WorkerEnvs.receive": [[PIXELS, LSTM]],  # observations of several parts
     "WorkerEnvs.step": [[KL], [CMA]],  # which environments play; repeated actions
     "branches": [[AGENTS]],  # a Box, too
+    "check_finite": [[CMA, ATARI, AGENTS]],  # no moments of observations
     "current_weights": [[LSTM]],  # the memory's weights of the previous action
     "episode_seed": [[ATARI]],  # EnvPool draws from no generator of Python's
     "fail": [[ATARI]],  # of rank 0; the process group is left
