@@ -901,7 +901,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
             fail(f"{name}: {folder} keeps its {getattr(saved, name)}: leave the flag out")
     over = sum('"status": "finished"' in x.read_text() for x in Path(folder or "").glob("run.json"))
     if args.resume and args.num_iterations < checkpoint.get("iteration", math.inf) + over:
-        fail(f"{folder} has finished, or trained more: a larger --total-timesteps goes on")
+        fail(f"{folder} has finished: a larger --total-timesteps goes on, not a policy alone")
     packages = (("envpool", True), ("wandb", args.track), ("moviepy", args.capture_video))
     for package, needed in packages:
         if needed and importlib.util.find_spec(package) is None:

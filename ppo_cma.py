@@ -952,7 +952,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     over = sum('"status": "finished"' in x.read_text() for x in Path(folder).glob("run.json"))
     steps = min(checkpoint.get("global_step", 0), saved.total_timesteps) + over
     if args.resume and (args.total_timesteps < steps or "global_step" not in checkpoint):
-        fail(f"{folder} has finished, or trained more: a larger --total-timesteps goes on")
+        fail(f"{folder} has finished: a larger --total-timesteps goes on, not a policy alone")
     for package, needed in (("wandb", args.track), ("moviepy", args.capture_video)):
         if needed and importlib.util.find_spec(package) is None:
             fail(f"{package} is not installed: pip install {package}")

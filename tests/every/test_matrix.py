@@ -211,7 +211,7 @@ def test_a_finished_run_is_told_and_stays_as_it_is(script, tmp_path, capfd):
     checkpoint = train(script, folder)
     before = content(folder)
     for name in (folder, folder / "checkpoint.pt"):
-        for flags in (named(script), "--env-id Other-v0"):
+        for flags in (named(script), "--env-id Other-v0" * (script != MULTI)):  # which keeps it
             refused(capfd, f"{folder} has finished", parse, script, f"--resume {name} {flags}")
     assert content(folder) == before
     text = (folder / "run.json").read_text()
@@ -601,7 +601,7 @@ FULLY = {  # and what is said of it, by tyro's frame or in one line
     "--evaluate nowhere": "nowhere: no checkpoint",
     "--resume run --num-envs 3 --total-timesteps 96": "num_envs: run keeps its 2",
     "--resume run --no-scale-actions": "scale_actions: run keeps its True",
-    "--resume run --total-timesteps 16": "run has finished, or trained more",
+    "--resume run --total-timesteps 16": "run has finished: a larger",
     "--evaluate run --capture-video": "moviepy is not installed",
 }  # fmt: skip
 THREE = {  # on each other script
