@@ -9,6 +9,7 @@ import envpool
 import gymnasium as gym
 import numpy as np
 import pytest
+import scripts
 import torch
 from common import make
 from program import Toy
@@ -216,6 +217,22 @@ def test_agents(team, tmp_path):
     assert run.global_step == 9
     assert data.obs[stop[0] + 1, 0, 0, 0] == 4  # at a limit, the true last observation
     assert [length for *_, length in logged(tmp_path / "run")] == [4, 4]
+
+
+FEW = ["ppo", "ppo_continuous_action", "ppo_pixels", "ppo_pettingzoo"]
+
+
+@pytest.mark.parametrize("script", FEW)
+def test_few_rows(script, tmp_path):
+    """Of one no advantage can be normalized: nothing is learned. Of two something is."""
+    before = scripts.train(script, tmp_path / "0", "--total-timesteps 16 --learning-rate 0")
+    for steps in (1, 2):
+        flags = f"--num-envs 1 --num-steps {steps} --num-minibatches 1 --total-timesteps {steps}"
+        found = scripts.train(script, tmp_path / f"{steps}", flags)
+        actor = [name for name in before["agent"] if "actor" in name]
+        same = all(torch.equal(found["agent"][x], before["agent"][x]) for x in actor)
+        assert same == (steps == 1 and script != "ppo_pettingzoo")  # which has two agents
+        assert found["iteration"] == 1
 
 
 FALLS = {  # which flag falls, beside the learning rate

@@ -332,6 +332,14 @@ def test_a_simulator_may_go_to_its_own_folder(script, tmp_path, monkeypatch):
         assert len(evaluate(script, folder.relative_to(tmp_path / "work"))) == 3
 
 
+@pytest.mark.parametrize("script", PARALLEL)
+def test_as_many_threads_as_asked_for(script, tmp_path, monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    train(script, tmp_path / "run", "--num-threads 3")
+    assert taken == [3]
+
+
 @pytest.mark.parametrize("script", ["ppo_pixels", "ppo_lstm", "ppo_atari_multigpu"])
 def test_no_default_takes_more_threads_than_allowed(script, tmp_path, monkeypatch):
     module, taken = importlib.import_module(script), []

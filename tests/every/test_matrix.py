@@ -149,15 +149,19 @@ def test_a_signal_saves_and_the_second_acts_at_once(script, tmp_path, capfd):
     folder = tmp_path / "a run"  # its name is quoted in what is printed
     start = [*argv(script, "X", "--checkpoint-interval 100")]
     start[start.index("X")] = str(folder)
-    assert train_until_killed(script, "rollout", 1, start, signal.SIGTERM) == 128 + signal.SIGTERM
-    printed = capfd.readouterr()
-    again = f"--resume '{folder}'" + f" {named(script)}".rstrip()
-    assert re.search(rf"^go on with: \S+ \S*{script}\.py {re.escape(again)}$", printed.out, re.M)
-    assert printed.err.count("stopping after this iteration") == 1
-    assert "Traceback" not in printed.err
     load = importlib.import_module(script).load_checkpoint
+    assert train_until_killed(script, "rollout", 1, start) == -signal.SIGKILL
+    assert load(folder)["iteration"] == 0  # it can be resumed before its first iteration has ended
+    start, two = ["--resume", str(folder), *named(script).split()], (signal.SIGTERM, signal.SIGUSR1)
+    assert train_until_killed(script, "rollout", 1, start, *two) == 128 + signal.SIGTERM
+    printed = capfd.readouterr()
+    program = min(sys.executable, os.path.relpath(sys.executable), key=len)
+    again = f"--resume '{folder}'" + f" {named(script)}".rstrip()
+    says = rf"^go on with: {re.escape(program)} \S*{script}\.py {re.escape(again)}$"
+    assert re.search(says, printed.out, re.M)
+    assert printed.err.count("stopping after this iteration") == 2
+    assert "Traceback" not in printed.err
     assert load(folder)["iteration"] == 1 and status(folder) == "running"
-    start = ["--resume", str(folder), *named(script).split()]
     twice = signal.SIGINT, signal.SIGINT
     assert train_until_killed(script, "rollout", 2, start, *twice) == -signal.SIGINT
     assert load(folder)["iteration"] == 1 and status(folder) == "running"
@@ -255,7 +259,9 @@ def test_what_a_run_writes(script, tmp_path, capfd):
     points = scalars(folder, timed=True)
     ends = [step for step, _ in points["charts/SPS"]]
     assert len(ends) == final["iteration"] == len(set(ends))
-    printed = capfd.readouterr().out
+    printed, told = capfd.readouterr()
+    assert told == ""  # where no one looks, no bar
+    assert b"|seed|1|" in b"".join(path.read_bytes() for path in folder.glob("events.*"))
     of = np.searchsorted(ends, steps)
     for tag, column in (("return", returns), ("length", lengths)):
         means = [(ends[k], column[of == k].mean()) for k in np.unique(of)]
@@ -273,6 +279,9 @@ def test_what_a_run_writes(script, tmp_path, capfd):
     assert final["last_returns"] == pytest.approx([*range(len(more), 100), *more])
     facts = json.loads((folder / "run.json").read_text())
     assert facts["final_return"] == pytest.approx(np.mean(final["last_returns"]))
+    # a total that whole episodes reach, and do not exceed
+    train(script, tmp_path / "exact", f"--total-timesteps {saved['global_step']}")
+    assert status(tmp_path / "exact") == "finished"
 
 
 @EVERY
@@ -378,7 +387,10 @@ def test_evaluation(script, tmp_path, monkeypatch, capfd):
 
 @EVERY
 def test_videos(script, tmp_path, monkeypatch, capfd):
-    train(script, tmp_path / "run")
+    """After training, and of a run that is played again."""
+    train(script, tmp_path / "run", "--capture-video --eval-episodes 1")
+    (tmp_path / "run" / "videos").rename(tmp_path / "first")
+    assert list((tmp_path / "first").glob("*.mp4"))
     returns = evaluate(script, tmp_path / "run", "--eval-episodes 1 --capture-video")
     assert returns == evaluate(script, tmp_path / "run", "--eval-episodes 1")
     assert f"filmed into {tmp_path / 'run' / 'videos'}\n" in capfd.readouterr().out

@@ -131,6 +131,16 @@ def test_turns_and_the_rewards_of_who_waits(tmp_path):
         np.testing.assert_array_equal(data.rewards[:6, 0], expected * np.ones(2))
 
 
+def test_seeds_of_games_in_turns_fit_into_31_bits(monkeypatch):
+    seeds, reset = [], agents_toy.Turns.reset
+    monkeypatch.setattr(
+        agents_toy.Turns, "reset", lambda *x, seed, **_: seeds.append(seed) or reset(*x)
+    )
+    make_envs("agents_toy:turns", num_envs=8)
+    wide = [script.episode_seed(1, i, 0) for i in range(8)]
+    assert seeds == [x % 2**31 for x in wide] != wide
+
+
 def test_boxes_are_scaled_clipped_and_cut_to_each_agents_size():
     envs = make_envs("agents_toy:drift")  # boxes from -2 to 4
     act = envs.roles.env_action
