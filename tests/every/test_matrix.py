@@ -195,15 +195,19 @@ def test_what_ends_with_a_signal_is_no_failure(script, tmp_path, monkeypatch, ca
     folder, module = tmp_path / "run", importlib.import_module(script)
 
     def killed(*given, **more):
-        os.kill(os.getpid(), signal.SIGINT)
-        raise RuntimeError("g++ was killed\n" * 99)
+        with subprocess.Popen(["sleep", "99"]) as compiler:
+            os.killpg(0, signal.SIGINT)
+        raise RuntimeError(f"g++ ended with {compiler.returncode}\n" * 99)
+
+    def train():
+        os.setsid()
+        module.train(parse(script, f"{SMALL[script]} --run-dir {folder}"))
 
     monkeypatch.setattr(module, "update", killed)
-    start = parse(script, f"{SMALL[script]} --run-dir {folder}")
-    assert in_a_fork(module.train, start) == 128 + signal.SIGINT
+    assert in_a_fork(train) == 128 + signal.SIGINT
     printed = capfd.readouterr()
     assert f"--resume {folder}" in printed.out.splitlines()[-1]
-    assert "g++ was killed" in printed.out and len(printed.out.splitlines()) < 9
+    assert "g++ ended with -2" in printed.out and len(printed.out.splitlines()) < 9
     assert "Traceback" not in printed.err
     assert status(folder) == "running" and module.load_checkpoint(folder)["iteration"] == 0
 
