@@ -527,28 +527,6 @@ def gpu_warp() -> str:
     return table(f"task, environments | {header}", [measured(row, path) for row in rows.values()])
 
 
-def border_training() -> str:
-    """Whole trainings, measured by studies/border_training.py of commit d814e18."""
-    path = SPEED / "border_training.csv"
-    grouped = {}
-    for row in data.read_csv(path):
-        grouped.setdefault((row["environment"], str(row["engine"])), []).append(row)
-    rates = {
-        key: sorted(row["steps"] / row["seconds"] for row in found)
-        for key, found in grouped.items()
-    }
-    rows = []
-    for (environment, engine), own in rates.items():
-        kind, _, workers = engine.rpartition(" ")
-        way = f"EnvPool, threads: {workers}" if kind else f"workers: {workers}"
-        size = f"{environment}, {8 if environment == 'sleep' else 64}"
-        cells = [f"{size}, {'one process' if engine == '0' else way}"]
-        cells.append(f"{median(own):,.0f} ({own[0]:,.0f} to {own[-1]:,.0f})")
-        cells.append(f"{median(own) / median(rates[environment, '0']):.2f}")
-        rows.append(measured(cells, path))
-    return table("environment, N, stepped by | steps per second | to one process", rows)
-
-
 def units() -> str:
     """Returns in the task's own unit, by units.sh: the seeds' mean, and the worst one."""
     rows = {}
@@ -565,7 +543,7 @@ BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
         scores, all_speeds, clipped_results, control, helped, cma_results, humanoid, kl_results,
-        atari_results, border_training, gpu_atari, gpu_warp, studied, bonus_ant, bonus_tasks, scale,
+        atari_results, gpu_atari, gpu_warp, studied, bonus_ant, bonus_tasks, scale,
     )
 }  # fmt: skip
 if IN_UNITS.exists():  # its runs have ended
