@@ -211,7 +211,7 @@ def check_reward_transform(script, folder, tmp_path):
 
 def check_auxiliary_loss(script, folder, tmp_path):
     falls(folder, "aux_loss", 0.8)
-    assert script.parse_args(["--resume", str(folder), "--aux-coef", "0.5"]).aux_coef == 0.5
+    assert script.parse_args(["--evaluate", str(folder), "--aux-coef", "0.5"]).aux_coef == 0.5
 
 
 def check_rnd(script, folder, tmp_path):
