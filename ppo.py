@@ -155,9 +155,9 @@ def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
     """Two layers of 64 tanh units and a linear one; orthogonal weights, biases 0 (detail 2)."""
     layers = []
     for sizes, scale in (((inputs, 64), 2**0.5), ((64, 64), 2**0.5), ((64, outputs), gain)):
-        layers += [nn.Linear(*sizes), nn.Tanh()]
-        nn.init.orthogonal_(layers[-2].weight, scale)
-        nn.init.zeros_(layers[-2].bias)
+        layers += [layer := nn.Linear(*sizes), nn.Tanh()]
+        nn.init.orthogonal_(layer.weight, scale)
+        nn.init.zeros_(layer.bias)
     return nn.Sequential(*layers[:-1])
 
 
@@ -358,7 +358,7 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs | PoolEnvs", run: "Run", args
     rewards = np.zeros((T, N))
     terminated = np.zeros((T, N), bool)
     truncated = np.zeros((T, N), bool)
-    autoreset = np.zeros((T + 1, N), bool)  # rows after an episode's end: they only begin the next
+    autoreset = np.zeros((T + 1, N), bool)  # rows whose step ignores its action, and resets
     noise = agent.noise(T, N)
     act = numpy_actor(agent)  # the policy in numpy, which is faster for few rows
     for t in range(T):
@@ -414,22 +414,14 @@ def train(args: Args) -> Path:
             if args.scale_rewards:
                 data = scale_rewards(agent, data, args)
             metrics = update(agent, data, scheduled, step)
-            values = {"observations": data.obs, "rewards": data.rewards} | metrics
-            check_finite(run.iteration, values | agent.state_dict())
+            check_finite(run.iteration, data._asdict() | metrics | agent.state_dict())
             run.log(metrics | {"charts/learning_rate": scheduled.learning_rate})
             if run.iteration % args.checkpoint_interval == 0:
                 save(run, agent)
         save(run, agent)
-    # a line to paste: this interpreter, this file; a module must be named again
-    program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
-    module = ["--env-id", args.env_id] if ":" in args.env_id.removeprefix("envpool:") else []
-    module += ["--env-kwargs", args.env_kwargs] * (args.env_kwargs != "{}")
+    print_next_command(run, here, run.iteration == args.num_iterations)
     if run.iteration < args.num_iterations:
-        print("go on with:", shlex.join([*program, "--resume", str(run.folder), *module]))
         raise SystemExit(128 + signals[0])
-    print("play with:", shlex.join([*program, "--evaluate", str(run.folder), *module]))
-    if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
         evaluate(replace(args, evaluate=run.folder))
     return run.folder
@@ -606,11 +598,9 @@ def find_mask(env: gym.Env, info: dict | None):
 
 class Envs:
     """Environments in this process, stepped one after the other; `indices` are theirs in the run.
-    Every episode has its own seed, so it can be played again on resuming.
-
-    Autoreset is "next step": the step that ends an episode returns its true last observation; the
-    next one ignores its action and returns a new episode's first observation with reward 0.
-    """
+    Every episode has its own seed, so it can be played again on resuming. Autoreset is "next step":
+    the step that ends an episode returns its true last observation; the next one ignores its action
+    and returns a new episode's first observation with reward 0."""
 
     def __init__(self, args: Args, indices, episodes: list):
         self.args = args
@@ -911,6 +901,8 @@ def save(run: Run, agent: Agent):
         state |= {"episodes": episodes, "discounted": agent.discounted.tolist()}
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
+    if run.args.save_model:
+        torch.save(state["agent"], run.folder / f"{Path(run.args.exp_name).name}.cleanrl_model")
 
 
 def load_checkpoint(folder: Path) -> dict:
@@ -950,6 +942,15 @@ def stop_signals():
             stack.callback(signal.signal, number, signal.signal(number, handler))
         stack.push(lambda _, error, __: received and error and not print(f"{error!r:.200}"))
         yield received
+
+
+def print_next_command(run: Run, here: Path, ended: bool):
+    """Print a line to paste: this interpreter, this file; code that may run is named again."""
+    program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
+    words = ["--env-id", run.args.env_id]
+    words += ["--env-kwargs", run.args.env_kwargs] * (run.args.env_kwargs != "{}")
+    says, flag = ("play with:", "--evaluate") if ended else ("go on with:", "--resume")
+    print(says, shlex.join([*program, flag, str(run.folder), *words]))
 
 
 def check_finite(iteration: int, values: dict):

@@ -371,10 +371,10 @@ def rollout(agent: Agent, envs: "Envs", buffers: Buffers, run: "Run", args: Args
     T = args.num_steps
     N = len(envs.obs)
     rewards = np.zeros((T, N))  # clipped
-    scores = np.zeros((T + 1, N))  # not clipped
+    raw_rewards = np.zeros((T + 1, N))  # not clipped
     terminated = np.zeros((T, N), bool)
     truncated = np.zeros((T, N), bool)
-    autoreset = np.zeros((T + 1, N), bool)  # rows after an episode's end: they only begin the next
+    autoreset = np.zeros((T + 1, N), bool)  # rows whose step ignores its action, and resets
     new_game = np.zeros((T + 1, N), bool)  # the same, but not after a lost life
     rng = np.random.default_rng((args.seed, run.iteration, 0))
     noise = rng.gumbel(size=(T, args.num_envs, len(agent.actor.bias)))  # for all processes
@@ -385,12 +385,12 @@ def rollout(agent: Agent, envs: "Envs", buffers: Buffers, run: "Run", args: Args
         new_game[t] = envs.new_game
         actions = act(agent, buffers).cpu().numpy()
         rewards[t], terminated[t], truncated[t] = envs.step(actions)
-        scores[t] = envs.scores
+        raw_rewards[t] = envs.raw_rewards
         buffers.now.copy_(torch.as_tensor(envs.obs), non_blocking=True)
     autoreset[T] = envs.autoreset
     new_game[T] = envs.new_game
     buffers.values[T] = agent.get_value(buffers.now)
-    run.log_rollout(*world_columns(args, buffers.t.device, scores, autoreset, new_game))
+    run.log_rollout(*world_columns(args, buffers.t.device, raw_rewards, autoreset, new_game))
     acted = buffers.obs, buffers.actions, buffers.logprobs, buffers.values
     return Rollout(*acted, rewards, terminated, truncated, ~autoreset[:T])
 
@@ -425,25 +425,19 @@ def train(args: Args | None) -> Path | None:
                 scheduled.learning_rate *= remaining  # (detail 4)
             data = rollout(agent, envs, buffers, run, args, act)
             metrics = update(agent, data, scheduled, run.iteration, gradient)
-            values = {"rewards": data.rewards} | metrics
-            check_finite(run.iteration, values | agent.state_dict())
+            found = {"rewards": data.rewards} | metrics | agent.state_dict()
+            check_finite(run.iteration, found)
             run.log(metrics | {"charts/learning_rate": scheduled.learning_rate})
             if run.iteration % args.checkpoint_interval == 0:
                 save(run, agent)
             stopped = world_sum(torch.tensor(len(signals), device=device)) > 0  # of any process
         save(run, agent)
     leave()
-    # a line to paste: this interpreter, this file
-    program = [min(x, os.path.relpath(x), key=len) for x in (sys.executable, __file__)]
+    print_next_command(run, run.iteration == args.num_iterations)
     if run.iteration < args.num_iterations:
-        if RANK == 0:
-            print("go on with:", shlex.join([*program, "--resume", str(run.folder)]))
         raise SystemExit(128 + (signals or [signal.SIGTERM])[0])  # or another process got it
     if RANK > 0:
         return None
-    print("play with:", shlex.join([*program, "--evaluate", str(run.folder)]))
-    if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
         evaluate(replace(args, evaluate=run.folder))
     return run.folder
@@ -638,14 +632,14 @@ class Envs:
         self.action_space = self.vector.action_space
         self.autoreset = np.zeros(len(seeds), bool)  # [N], the next step begins an episode
         self.new_game = self.autoreset  # [N], the same, but not after a lost life
-        self.scores = np.zeros(len(seeds))  # [N], the last rewards, not clipped
+        self.raw_rewards = np.zeros(len(seeds))  # [N], the last rewards, not clipped
         self.obs, _ = self.vector.reset()  # [N, 4, 84, 84], bytes
 
     def step(self, actions: np.ndarray):
         """Take actions [N]: clipped rewards, terminated, truncated [N]."""
         self.obs, rewards, terminated, truncated, info = self.vector.step(actions)
         self.autoreset = terminated | truncated
-        self.scores = info["reward"]
+        self.raw_rewards = info["reward"]
         self.new_game = info["terminated"].astype(bool) | truncated
         return rewards, terminated, truncated
 
@@ -709,22 +703,22 @@ class Run(contextlib.AbstractContextManager):
             self.wandb.finish()
         self.csv.close()
 
-    def episode(self, i: int, t: int, scores: np.ndarray, autoreset, new_game):
+    def episode(self, i: int, t: int, raw_rewards: np.ndarray, autoreset, new_game):
         """Score and length of an environment's game before row t of a rollout [T, N]."""
         begins = np.flatnonzero(new_game[:t, i])  # rows that began a game
         score, length = (0.0, 0) if len(begins) else self.episodes[i]
         rows = slice(begins[-1] if len(begins) else 0, t)
-        score += float(scores[rows, i].sum())
+        score += float(raw_rewards[rows, i].sum())
         return score, length + np.count_nonzero(autoreset[rows, i] == 0)
 
-    def log_rollout(self, scores: np.ndarray, autoreset: np.ndarray, new_game: np.ndarray):
+    def log_rollout(self, raw_rewards: np.ndarray, autoreset: np.ndarray, new_game: np.ndarray):
         """Take in a rollout of all processes, [T + 1, N] each: log the games that ended."""
         if RANK > 0:
             return
         seconds = time.monotonic() - self.start
         steps = self.global_step + np.count_nonzero(autoreset[:-1] == 0, axis=1).cumsum()
         self.global_step = int(steps[-1])
-        rows = scores, autoreset, new_game
+        rows = raw_rewards, autoreset, new_game
         ended = [(t, *self.episode(i, t + 1, *rows)) for t, i in np.argwhere(new_game[1:])]
         self.episodes = [self.episode(i, len(steps), *rows) for i in range(len(self.episodes))]
         for t, score, length in ended:
@@ -769,6 +763,8 @@ def save(run: Run, agent: Agent):
     state |= {"csv_size": run.csv.tell(), "wandb": run.wandb and run.wandb.id}
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
+    if run.args.save_model:
+        torch.save(state["agent"], run.folder / f"{Path(run.args.exp_name).name}.cleanrl_model")
 
 
 def load_checkpoint(folder: Path) -> dict:
@@ -807,6 +803,14 @@ def stop_signals():
         # a terminal's Ctrl-C ends compilers and simulators, too: the last checkpoint stays
         stack.push(lambda _, error, __: received and error and not print(f"{error!r:.200}"))
         yield received
+
+
+def print_next_command(run: Run, ended: bool):
+    """Print a line to paste: this interpreter, this file."""
+    program = [min(x, os.path.relpath(x), key=len) for x in (sys.executable, __file__)]
+    says, flag = ("play with:", "--evaluate") if ended else ("go on with:", "--resume")
+    if RANK == 0:
+        print(says, shlex.join([*program, flag, str(run.folder)]))
 
 
 def check_finite(iteration: int, values: dict):
@@ -849,7 +853,7 @@ def evaluate(args: Args) -> list[float]:
             while len(done) < args.eval_episodes:
                 noise = rng.gumbel(size=(1, len(agent.actor.bias))) if name == "sampled" else None
                 envs.step(agent.act(envs.obs, noise))
-                score += float(envs.scores[0])
+                score += float(envs.raw_rewards[0])
                 if args.capture_video and name == "eval":
                     frames.append(envs.vector.render(env_ids=[0])[0])
                 if envs.new_game[0]:

@@ -462,22 +462,14 @@ def train(args: Args) -> Path:
                 scheduled.learning_rate *= remaining
             data = rollout(agent, envs, run, args)
             metrics = update(agent, data, scheduled)
-            values = {"observations": data.obs, "rewards": data.rewards} | metrics
-            check_finite(run.iteration, values | agent.state_dict())
+            check_finite(run.iteration, data._asdict() | metrics | agent.state_dict())
             run.log(metrics | {"charts/learning_rate": scheduled.learning_rate})
             if run.iteration % args.checkpoint_interval == 0:
                 save(run, agent)
         save(run, agent)
-    # a line to paste: this interpreter, this file; a module must be named again
-    program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
-    module = ["--env-id", args.env_id] if ":" in args.env_id else []
-    module += ["--env-kwargs", args.env_kwargs] * (args.env_kwargs != "{}")
+    print_next_command(run, here, run.global_step >= args.total_timesteps)
     if run.global_step < args.total_timesteps:
-        print("go on with:", shlex.join([*program, "--resume", str(run.folder), *module]))
         raise SystemExit(128 + signals[0])
-    print("play with:", shlex.join([*program, "--evaluate", str(run.folder), *module]))
-    if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
         evaluate(replace(args, evaluate=run.folder))
     return run.folder
@@ -609,11 +601,9 @@ def env_actions(box: gym.spaces.Box, actions: np.ndarray) -> np.ndarray:
 
 class Envs:
     """Environments in this process, stepped one after the other; `indices` are theirs in the run.
-    Every episode has its own seed. `episodes` are the numbers of those to begin with.
-
-    Autoreset is "next step": the step that ends an episode returns its true last observation; the
-    next one ignores its action and returns a new episode's first observation with reward 0.
-    """
+    Every episode has its own seed; `episodes` are the numbers of the first ones. Autoreset is "next
+    step": the step that ends an episode returns its true last observation; the next one ignores its
+    action and returns a new episode's first observation with reward 0."""
 
     def __init__(self, args: Args, indices, episodes: list[int]):
         self.args = args
@@ -834,6 +824,8 @@ def save(run: Run, agent: Agent):
     state |= {"episodes": run.episodes, "wandb": run.wandb and run.wandb.id}
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
+    if run.args.save_model:
+        torch.save(state["agent"], run.folder / f"{Path(run.args.exp_name).name}.cleanrl_model")
 
 
 def load_checkpoint(folder: Path) -> dict:
@@ -872,6 +864,15 @@ def stop_signals():
             stack.callback(signal.signal, number, signal.signal(number, handler))
         stack.push(lambda _, error, __: received and error and not print(f"{error!r:.200}"))
         yield received
+
+
+def print_next_command(run: Run, here: Path, ended: bool):
+    """Print a line to paste: this interpreter, this file; code that may run is named again."""
+    program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
+    words = ["--env-id", run.args.env_id]
+    words += ["--env-kwargs", run.args.env_kwargs] * (run.args.env_kwargs != "{}")
+    says, flag = ("play with:", "--evaluate") if ended else ("go on with:", "--resume")
+    print(says, shlex.join([*program, flag, str(run.folder), *words]))
 
 
 def check_finite(iteration: int, values: dict):

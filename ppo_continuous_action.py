@@ -155,9 +155,9 @@ def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
     """Two layers of 64 tanh units and a linear one; orthogonal weights, biases 0 (detail 2)."""
     layers = []
     for sizes, scale in (((inputs, 64), 2**0.5), ((64, 64), 2**0.5), ((64, outputs), gain)):
-        layers += [nn.Linear(*sizes), nn.Tanh()]
-        nn.init.orthogonal_(layers[-2].weight, scale)
-        nn.init.zeros_(layers[-2].bias)
+        layers += [layer := nn.Linear(*sizes), nn.Tanh()]
+        nn.init.orthogonal_(layer.weight, scale)
+        nn.init.zeros_(layer.bias)
     return nn.Sequential(*layers[:-1])
 
 
@@ -180,8 +180,8 @@ class Agent(nn.Module):
         if not (args.scale_actions and (high - low).isfinite().all()):
             low = -torch.ones(outputs)
             high = torch.ones(outputs)
-        self.register_buffer("origin", (low + high) / 2)
-        self.register_buffer("unit", torch.where(high > low, (high - low) / 2, 1.0))
+        self.register_buffer("action_bias", (low + high) / 2)
+        self.register_buffer("action_scale", torch.where(high > low, (high - low) / 2, 1.0))
         self.obs_moments = RunningMoments((self.dim,))
         self.return_moments = RunningMoments()
         self.discounted = np.zeros(1)  # [N], return so far of each episode in training
@@ -203,9 +203,9 @@ class Agent(nn.Module):
         mean = self.actor_mean(features)
         logstd = self.actor_logstd
         if action is None:
-            action = self.origin + self.unit * (mean + logstd.exp() * torch.randn_like(mean))
-        z = ((action - self.origin) / self.unit - mean) * torch.exp(-logstd)
-        logscale = logstd + self.unit.log()
+            action = self.action_bias + self.action_scale * torch.normal(mean, logstd.exp())
+        z = ((action - self.action_bias) / self.action_scale - mean) * torch.exp(-logstd)
+        logscale = logstd + self.action_scale.log()
         logprob = -0.5 * z.square() - logscale - 0.5 * math.log(2.0 * math.pi)
         entropy = (logscale + 0.5 * math.log(2.0 * math.pi * math.e)).expand_as(mean)
         return action, logprob.sum(-1), entropy.sum(-1), self.critic(features).squeeze(-1)
@@ -217,7 +217,7 @@ class Agent(nn.Module):
 
     def noise(self, *shape: int) -> np.ndarray:
         """Noise for `shape` actions."""
-        return self.rng.standard_normal((*shape, len(self.unit)), np.float32)
+        return self.rng.standard_normal((*shape, len(self.action_scale)), np.float32)
 
 
 # --- algorithm ------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step) -> dict
         order = torch.as_tensor(agent.rng.permutation(rows), device=device)
         if args.rpo_alpha:  # Rahman & Xue 2023, algorithm 1: shifted actions are shifted means
             noise = agent.rng.uniform(-args.rpo_alpha, args.rpo_alpha, actions.shape)
-            shifted = actions - torch.as_tensor(noise).to(actions) * agent.unit
+            shifted = actions - torch.as_tensor(noise).to(actions) * agent.action_scale
             batch = batch._replace(actions=shifted.flatten(0, 1))
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
         for minibatch in unguarded(step, order.tensor_split(num_minibatches)):
@@ -352,7 +352,7 @@ def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step) -> dict
     error = batch.advantages[rows].var()  # variance of R - V
     scale = batch.returns[rows].var()  # variance of R
     metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
-    metrics["charts/policy_std"] = (agent.actor_logstd.exp() * agent.unit).mean().item()
+    metrics["charts/policy_std"] = (agent.actor_logstd.exp() * agent.action_scale).mean().item()
     return metrics
 
 
@@ -362,11 +362,11 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs | PoolEnvs", run: "Run", args
     T = args.num_steps
     N = args.num_envs
     obs = np.zeros((T + 1, *envs.obs.shape), np.float32)
-    actions = np.zeros((T, N, len(agent.unit)), np.float32)
+    actions = np.zeros((T, N, len(agent.action_scale)), np.float32)
     rewards = np.zeros((T, N))
     terminated = np.zeros((T, N), bool)
     truncated = np.zeros((T, N), bool)
-    autoreset = np.zeros((T + 1, N), bool)  # rows after an episode's end: they only begin the next
+    autoreset = np.zeros((T + 1, N), bool)  # rows whose step ignores its action, and resets
     noise = agent.noise(T, N)
     act = numpy_actor(agent)  # the policy in numpy, which is faster for few rows
     for t in range(T):
@@ -377,7 +377,7 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs | PoolEnvs", run: "Run", args
     obs[T] = envs.obs
     autoreset[T] = envs.autoreset
     run.log_rollout(actions, rewards, autoreset)  # rewards changed later are learned, not logged
-    check_actor(agent, act, obs[:T][:8, 0], noise[:8, 0])
+    check_actor(agent, obs[:T][:8, 0], actions[:8, 0], noise[:8, 0])
     return Rollout(obs, actions, rewards, terminated, truncated, ~autoreset[:T])
 
 
@@ -420,22 +420,14 @@ def train(args: Args) -> Path:
             data = rollout(agent, envs, run, args)
             data = scale_rewards(agent, data, args)
             metrics = update(agent, data, scheduled, step)
-            values = {"observations": data.obs, "rewards": data.rewards} | metrics
-            check_finite(run.iteration, values | agent.state_dict())
+            check_finite(run.iteration, data._asdict() | metrics | agent.state_dict())
             run.log(metrics | {"charts/learning_rate": scheduled.learning_rate})
             if run.iteration % args.checkpoint_interval == 0:
                 save(run, agent)
         save(run, agent)
-    # a line to paste: this interpreter, this file; a module must be named again
-    program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
-    module = ["--env-id", args.env_id] if ":" in args.env_id.removeprefix("envpool:") else []
-    module += ["--env-kwargs", args.env_kwargs] * (args.env_kwargs != "{}")
+    print_next_command(run, here, run.iteration == args.num_iterations)
     if run.iteration < args.num_iterations:
-        print("go on with:", shlex.join([*program, "--resume", str(run.folder), *module]))
         raise SystemExit(128 + signals[0])
-    print("play with:", shlex.join([*program, "--evaluate", str(run.folder), *module]))
-    if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
         evaluate(replace(args, evaluate=run.folder))
     return run.folder
@@ -449,8 +441,8 @@ def numpy_actor(agent: Agent):
     rollout `check_actor` compares it with `get_action_and_value`."""
     shift = agent.obs_moments.mean.float().cpu().numpy()
     scale = (agent.obs_moments.var + 1e-8).rsqrt().float().cpu().numpy()
-    mean = as_numpy(agent.actor_mean, agent.unit, agent.origin)
-    std = (agent.actor_logstd.exp() * agent.unit).cpu().numpy()
+    mean = as_numpy(agent.actor_mean, agent.action_scale, agent.action_bias)
+    std = (agent.actor_logstd.exp() * agent.action_scale).cpu().numpy()
 
     def act(obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
         x = mean(np.minimum(np.maximum((obs - shift) * scale, -10.0), 10.0))
@@ -478,15 +470,18 @@ def as_numpy(network: nn.Module, scale=1.0, shift=0.0):
 
 
 @torch.no_grad()
-def check_actor(agent: Agent, act, obs: np.ndarray, noise: np.ndarray):
-    """Raise RuntimeError if `act` and `get_action_and_value` are two policies. For any Gaussian
-    log pi(mean) - log pi(mean + std * noise) = |noise|^2 / 2."""
-    actions = np.concatenate([act(obs), act(obs, noise)])
-    rows = (torch.as_tensor(x, device=agent.unit.device) for x in (np.tile(obs, (2, 1)), actions))
+def check_actor(agent: Agent, obs: np.ndarray, actions: np.ndarray, noise: np.ndarray):
+    """Raise RuntimeError if these actions, taken by `act`, are not of `get_action_and_value`. For
+    any Gaussian log pi(mean) - log pi(mean + std * noise) = |noise|^2 / 2."""
+    actions = np.concatenate([numpy_actor(agent)(obs), actions])
+    rows = np.tile(obs, (2, 1)), actions
+    rows = (torch.as_tensor(x, device=agent.action_scale.device) for x in rows)
     _, logprobs, *_ = agent.get_action_and_value(*rows)
     mean, sample = logprobs.cpu().numpy().reshape(2, -1)
     expected = 0.5 * np.square(noise).sum(axis=-1)
-    rounding = 10.0 * np.spacing(np.abs(actions)) / agent.unit.cpu().numpy()  # if they are large
+    rounding = (
+        10.0 * np.spacing(np.abs(actions)) / agent.action_scale.cpu().numpy()
+    )  # of large ones
     if (np.abs(mean - sample - expected) > (0.01 + rounding.max()) * (1.0 + expected)).any():
         raise RuntimeError("numpy_actor acts by another policy than get_action_and_value learns")
 
@@ -575,11 +570,9 @@ def env_actions(box: gym.spaces.Box, actions: np.ndarray) -> np.ndarray:
 
 class Envs:
     """Environments in this process, stepped one after the other; `indices` are theirs in the run.
-    Every episode has its own seed, so it can be played again on resuming.
-
-    Autoreset is "next step": the step that ends an episode returns its true last observation; the
-    next one ignores its action and returns a new episode's first observation with reward 0.
-    """
+    Every episode has its own seed, so it can be played again on resuming. Autoreset is "next step":
+    the step that ends an episode returns its true last observation; the next one ignores its action
+    and returns a new episode's first observation with reward 0."""
 
     def __init__(self, args: Args, indices, episodes: list):
         self.args = args
@@ -852,6 +845,8 @@ def save(run: Run, agent: Agent):
         state |= {"episodes": episodes, "discounted": agent.discounted.tolist()}
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
+    if run.args.save_model:
+        torch.save(state["agent"], run.folder / f"{Path(run.args.exp_name).name}.cleanrl_model")
 
 
 def load_checkpoint(folder: Path) -> dict:
@@ -891,6 +886,15 @@ def stop_signals():
             stack.callback(signal.signal, number, signal.signal(number, handler))
         stack.push(lambda _, error, __: received and error and not print(f"{error!r:.200}"))
         yield received
+
+
+def print_next_command(run: Run, here: Path, ended: bool):
+    """Print a line to paste: this interpreter, this file; code that may run is named again."""
+    program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
+    words = ["--env-id", run.args.env_id]
+    words += ["--env-kwargs", run.args.env_kwargs] * (run.args.env_kwargs != "{}")
+    says, flag = ("play with:", "--evaluate") if ended else ("go on with:", "--resume")
+    print(says, shlex.join([*program, flag, str(run.folder), *words]))
 
 
 def check_finite(iteration: int, values: dict):

@@ -143,10 +143,10 @@ def mlp(sizes: list[int], gain: float) -> nn.Sequential:
     """Layers of ELU units and a linear one; orthogonal weights, biases 0 (detail 2)."""
     layers = []
     for inputs, outputs in pairwise(sizes):
-        layers += [nn.Linear(inputs, outputs), nn.ELU()]
-        nn.init.orthogonal_(layers[-2].weight, 2**0.5)
-        nn.init.zeros_(layers[-2].bias)
-    nn.init.orthogonal_(layers[-2].weight, gain)
+        layers += [layer := nn.Linear(inputs, outputs), nn.ELU()]
+        nn.init.orthogonal_(layer.weight, 2**0.5)
+        nn.init.zeros_(layer.bias)
+    nn.init.orthogonal_(layer.weight, gain)
     return nn.Sequential(*layers[:-1])
 
 
@@ -169,8 +169,8 @@ class Agent(nn.Module):
         if not (args.scale_actions and (high - low).isfinite().all()):
             low = -torch.ones(outputs)
             high = torch.ones(outputs)
-        self.register_buffer("origin", (low + high) / 2)
-        self.register_buffer("unit", torch.where(high > low, (high - low) / 2, 1.0))
+        self.register_buffer("action_bias", (low + high) / 2)
+        self.register_buffer("action_scale", torch.where(high > low, (high - low) / 2, 1.0))
         self.obs_moments = RunningMoments((self.dim,))
         self.return_moments = RunningMoments()
 
@@ -190,9 +190,9 @@ class Agent(nn.Module):
         mean = self.actor_mean(features)
         logstd = self.actor_logstd
         if action is None:
-            action = self.origin + self.unit * (mean + logstd.exp() * torch.randn_like(mean))
-        z = ((action - self.origin) / self.unit - mean) * torch.exp(-logstd)
-        logscale = logstd + self.unit.log()
+            action = self.action_bias + self.action_scale * torch.normal(mean, logstd.exp())
+        z = ((action - self.action_bias) / self.action_scale - mean) * torch.exp(-logstd)
+        logscale = logstd + self.action_scale.log()
         logprob = -0.5 * z.square() - logscale - 0.5 * math.log(2.0 * math.pi)
         entropy = (logscale + 0.5 * math.log(2.0 * math.pi * math.e)).expand_as(mean)
         return action, logprob.sum(-1), entropy.sum(-1), self.critic(features).squeeze(-1)
@@ -201,15 +201,16 @@ class Agent(nn.Module):
     def act(self, obs, noise: torch.Tensor | None = None):
         """Mean actions [N, A] at observations [N, D], as tensors if these are, else as arrays;
         given `noise(N)`, samples. Not clipped."""
-        mean = self.actor_mean(self.normalize(torch.as_tensor(obs, device=self.unit.device)))
+        x = torch.as_tensor(obs, device=self.action_scale.device)
+        mean = self.actor_mean(self.normalize(x))
         if noise is not None:
             mean = mean + self.actor_logstd.exp() * noise
-        actions = self.origin + self.unit * mean
+        actions = self.action_bias + self.action_scale * mean
         return actions if isinstance(obs, torch.Tensor) else actions.cpu().numpy()
 
     def noise(self, *shape: int) -> torch.Tensor:
         """Noise for `shape` actions."""
-        return torch.randn(*shape, len(self.unit), device=self.unit.device)
+        return torch.randn(*shape, len(self.action_scale), device=self.action_scale.device)
 
 
 # --- algorithm ------------------------------------------------------------------------------------
@@ -346,7 +347,7 @@ def update(agent: Agent, data: Rollout, args: Args, is_first: bool = False) -> d
     error = batch.advantages.var()  # variance of R - V
     scale = batch.returns.var()  # variance of R
     metrics["losses/explained_variance"] = 1.0 - error / scale.clamp(min=1e-12)
-    metrics["charts/policy_std"] = (agent.actor_logstd.detach().exp() * agent.unit).mean()
+    metrics["charts/policy_std"] = (agent.actor_logstd.detach().exp() * agent.action_scale).mean()
     return metrics | {"charts/learning_rate": coefficients.learning_rate}
 
 
@@ -425,16 +426,9 @@ def train(args: Args) -> Path:
             if run.iteration % args.checkpoint_interval == 0:
                 save(run, agent, envs, data)
         save(run, agent, envs, data)
-    # a line to paste: this interpreter, this file; a module must be named again
-    program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
-    module = ["--env-id", args.env_id] if ":" in args.env_id else []
+    print_next_command(run, here, run.iteration == args.num_iterations)
     if run.iteration < args.num_iterations:
-        print("go on with:", shlex.join([*program, "--resume", str(run.folder), *module]))
         raise SystemExit(128 + signals[0])
-    if not module:
-        print("play with:", shlex.join([*program, "--evaluate", str(run.folder)]))
-    if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
         evaluate(replace(args, evaluate=run.folder))
     return run.folder
@@ -773,6 +767,8 @@ def save(run: Run, agent: Agent, envs: DeviceEnvs, data: Rollout):
         state |= {"returns": run.returns.tolist(), "lengths": run.lengths.tolist()}
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
+    if run.args.save_model:
+        torch.save(state["agent"], run.folder / f"{Path(run.args.exp_name).name}.cleanrl_model")
 
 
 def load_checkpoint(folder: Path) -> dict:
@@ -808,6 +804,15 @@ def stop_signals():
             stack.callback(signal.signal, number, signal.signal(number, handler))
         stack.push(lambda _, error, __: received and error and not print(f"{error!r:.200}"))
         yield received
+
+
+def print_next_command(run: Run, here: Path, ended: bool):
+    """Print a line to paste: this interpreter, this file; a module must be named again."""
+    program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
+    module = ["--env-id", run.args.env_id] if ":" in run.args.env_id else []
+    says, flag = ("play with:", "--evaluate") if ended else ("go on with:", "--resume")
+    if not (ended and module):  # of your own, and can't be played
+        print(says, shlex.join([*program, flag, str(run.folder), *module]))
 
 
 def check_finite(iteration: int, values: dict):

@@ -281,6 +281,14 @@ class Memory(nn.Module):
         return output[place, sequence].unflatten(0, (N, T))
 
 
+class Policy(NamedTuple):
+    """A distribution of actions: choices and numbers, all independent."""
+
+    logprobs: torch.Tensor  # [B, L], of the options of all choices
+    mean: torch.Tensor  # [B, M], of the numbers, in their unit
+    logstd: torch.Tensor  # [M] or [B, M]
+
+
 class Agent(nn.Module):
     """Policy and value function for environments with the spaces of `env`. An action is a row
     [K + M]: the index of each choice, then each number. The state of N environments is a tensor
@@ -295,11 +303,11 @@ class Agent(nn.Module):
         shapes = self.codec.shapes
         self.trunk = Trunk(shapes, self.args.encoder)
         self.value_trunk = Trunk(shapes, self.args.encoder) if self.args.separate_critic else None
-        self.register_buffer("origin", torch.tensor(self.codec.origin).float())
-        self.register_buffer("unit", torch.tensor(self.codec.unit).float())
+        self.register_buffer("action_bias", torch.tensor(self.codec.action_bias).float())
+        self.register_buffer("action_scale", torch.tensor(self.codec.action_scale).float())
         self.register_buffer("starts", torch.tensor(self.codec.starts), persistent=False)
         # logits of all choices, then means of all numbers
-        outputs = sum(self.sizes) + len(self.unit)
+        outputs = sum(self.sizes) + len(self.action_scale)
         action_size = outputs + 1 if self.args.previous_action else 0  # of `action_input`
         inputs = self.trunk.size + action_size
         num_memories = 2 if self.args.separate_critic else 1
@@ -308,7 +316,7 @@ class Agent(nn.Module):
         self.actor = layer_init(nn.Linear(self.args.memory_size, outputs), gain=0.01)
         self.critic = layer_init(nn.Linear(self.args.memory_size, 1), gain=1.0)
         # a deviation for each number, the same in every state (continuous detail 2)
-        self.actor_logstd = nn.Parameter(torch.full((len(self.unit),), self.args.log_std_init))
+        self.actor_logstd = nn.Parameter(torch.full_like(self.action_scale, self.args.log_std_init))
         standardized = [name for name in shapes if name not in self.codec.bounds]
         self.moments = nn.ModuleDict({name: RunningMoments(shapes[name]) for name in standardized})
         self.return_moments = RunningMoments()
@@ -339,7 +347,7 @@ class Agent(nn.Module):
     def features(self, obs: Obs) -> tuple[torch.Tensor, torch.Tensor]:
         """The last hidden layers [B, F] of policy and value function."""
         inputs = self.normalize(obs)
-        with torch.autocast(self.unit.device.type, torch.bfloat16, enabled=self.args.bf16):
+        with torch.autocast(self.action_scale.device.type, torch.bfloat16, enabled=self.args.bf16):
             hidden = self.trunk(inputs).float()
             if self.value_trunk is None:
                 return hidden, hidden
@@ -347,21 +355,21 @@ class Agent(nn.Module):
 
     def initial_state(self, n: int) -> torch.Tensor:
         """The state of n environments before their first observations (LSTM detail 2)."""
-        return self.unit.new_zeros((n, sum(self.state_sizes)))
+        return self.action_scale.new_zeros((n, sum(self.state_sizes)))
 
     def action_input(self, action: torch.Tensor) -> torch.Tensor:
         """Actions [..., K + M] as the memory gets them one row later with --previous-action: ones
         and zeros for choices, numbers in their unit, a one. An episode's first row gets zeros."""
         if not self.args.previous_action:
             return action[..., :0]
-        choices, numbers = action.split((len(self.sizes), len(self.unit)), dim=-1)
+        choices, numbers = action.split((len(self.sizes), len(self.action_scale)), dim=-1)
         zeros = action.new_zeros((*action.shape[:-1], sum(self.sizes)))
         ones = zeros.scatter(-1, choices.long() + self.starts, 1.0)
-        numbers = (numbers - self.origin) / self.unit
+        numbers = (numbers - self.action_bias) / self.action_scale
         return torch.cat([ones, numbers, torch.ones_like(action[..., :1])], dim=-1)
 
     def policy(self, obs: Obs, state: torch.Tensor, episode_starts=None, action=None):
-        """Log-probabilities [B, L]; means [B, M], in their unit; V [B]; the states after a row."""
+        """The policy, V [B], and the states after a row."""
         *states, last_action = state.split(self.state_sizes, dim=-1)
         if episode_starts is not None:
             obs = obs.map(lambda x: x.flatten(0, 1))
@@ -376,61 +384,72 @@ class Agent(nn.Module):
                 outputs.append(output.squeeze(0))
             else:
                 outputs.append(memory.replay(rows, states[k], episode_starts))
-        logits, mean = self.actor(outputs[0]).split((sum(self.sizes), len(self.unit)), dim=-1)
+        sizes = sum(self.sizes), len(self.action_scale)
+        logits, mean = self.actor(outputs[0]).split(sizes, dim=-1)
         if "mask" in obs:
             logits = logits.where(obs["mask"].view_as(logits), -1e8)
         parts = [part.log_softmax(dim=-1) for part in logits.split(self.sizes, dim=-1)]
         logprobs = torch.cat(parts, dim=-1) if parts else logits
-        return logprobs, mean, self.critic(outputs[-1]).squeeze(-1), torch.cat(states, dim=-1)
+        policy = Policy(logprobs=logprobs, mean=mean, logstd=self.actor_logstd)
+        return policy, self.critic(outputs[-1]).squeeze(-1), torch.cat(states, dim=-1)
 
-    def choose_action(self, logprobs: torch.Tensor, mean: torch.Tensor, noise=None):
+    def choose_action(self, policy: Policy, noise: torch.Tensor | None = None) -> torch.Tensor:
         """The likeliest choices and the means as actions [B, K + M]; given noise, samples."""
+        logprobs = policy.logprobs
+        mean = policy.mean
         if noise is not None:
             logprobs = logprobs + noise[:, : sum(self.sizes)]
-            mean = mean + self.actor_logstd.exp() * noise[:, sum(self.sizes) :]
+            mean = mean + policy.logstd.exp() * noise[:, sum(self.sizes) :]
         parts = logprobs.split(self.sizes, dim=-1)
         choices = [part.argmax(dim=-1, keepdim=True) for part in parts]
-        return torch.cat([*choices, self.origin + self.unit * mean], dim=-1)
+        return torch.cat([*choices, self.action_bias + self.action_scale * mean], dim=-1)
 
     def step(self, obs: Obs, state: torch.Tensor, noise: torch.Tensor | None = None):
         """Actions [N, K + M] as `choose_action` has them, and the state after."""
-        logprobs, mean, _, next_state = self.policy(obs, state)
-        action = self.choose_action(logprobs, mean, noise)
+        policy, _, next_state = self.policy(obs, state)
+        action = self.choose_action(policy, noise)
         return action, torch.cat([next_state, self.action_input(action)], dim=-1)
 
     def get_value(self, obs: Obs, state: torch.Tensor) -> torch.Tensor:
         """V [B]."""
-        return self.policy(obs, state)[2]
+        _, value, _ = self.policy(obs, state)
+        return value
 
     def get_action_and_value(self, obs, state, episode_starts=None, action=None, noise=None):
         """Action [B, K + M] (sampled, by this noise, unless given), log-probability, entropy, value
         [B]: independent parts, which add up (MultiDiscrete detail 1, continuous details 1, 3). And
         the state after it."""
-        logprobs, mean, value, next_state = self.policy(obs, state, episode_starts, action)
+        policy, value, next_state = self.policy(obs, state, episode_starts, action)
         if action is None:
-            noise = self.noise(len(mean)) if noise is None else noise
-            action = self.choose_action(logprobs, mean, noise)
+            noise = self.noise(len(policy.mean)) if noise is None else noise
+            action = self.choose_action(policy, noise)
             next_state = torch.cat([next_state, self.action_input(action)], dim=-1)
-        choices, numbers = action.split((len(self.sizes), len(self.unit)), dim=-1)
-        z = ((numbers - self.origin) / self.unit - mean) * torch.exp(-self.actor_logstd)
-        logscale = self.actor_logstd + self.unit.log()
-        normal = -0.5 * z.square() - logscale - 0.5 * math.log(2.0 * math.pi)
-        logprob = logprobs.gather(-1, choices.long() + self.starts).sum(dim=-1) + normal.sum(dim=-1)
-        entropy = -(logprobs.exp() * logprobs).sum(dim=-1) + self.box_entropy()
-        return action, logprob, entropy, value, next_state
+        return action, self.log_prob(policy, action), sum(self.entropies(policy)), value, next_state
 
-    def box_entropy(self) -> torch.Tensor:
-        """Entropy of all numbers, the same in every state."""
-        logscale = self.actor_logstd + self.unit.log()
-        return (logscale + 0.5 * math.log(2.0 * math.pi * math.e)).sum()
+    def log_prob(self, policy: Policy, action: torch.Tensor) -> torch.Tensor:
+        """The log-probability [B] of actions [B, K + M]."""
+        choices, numbers = action.split((len(self.sizes), len(self.action_scale)), dim=-1)
+        z = (numbers - self.action_bias) / self.action_scale
+        z = (z - policy.mean) * torch.exp(-policy.logstd)
+        logscale = policy.logstd + self.action_scale.log()
+        normal = -0.5 * z.square() - logscale - 0.5 * math.log(2.0 * math.pi)
+        chosen = policy.logprobs.gather(-1, choices.long() + self.starts)
+        return chosen.sum(dim=-1) + normal.sum(dim=-1)
+
+    def entropies(self, policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
+        """The entropies [B] of all choices and of all numbers."""
+        choices = -(policy.logprobs.exp() * policy.logprobs)
+        logscale = (policy.logstd + self.action_scale.log()).expand_as(policy.mean)
+        numbers = logscale + 0.5 * math.log(2.0 * math.pi * math.e)
+        return choices.sum(dim=-1), numbers.sum(dim=-1)
 
     def noise(self, *shape: int, rng: np.random.Generator | None = None) -> torch.Tensor:
         """Noise [..., L + M] for actions: Gumbel's for choices, whose argmax is a sample."""
         rng = rng or self.rng
         gumbel = rng.gumbel(size=(*shape, sum(self.sizes)))
-        normal = rng.standard_normal((*shape, len(self.unit)))
+        normal = rng.standard_normal((*shape, len(self.action_scale)))
         noise = np.concatenate([gumbel, normal], axis=-1)
-        return torch.as_tensor(noise, dtype=torch.float32, device=self.unit.device)
+        return torch.as_tensor(noise, dtype=torch.float32, device=self.action_scale.device)
 
     def update_moments(self, data: "Rollout"):
         """Take in the observations of a rollout."""
@@ -443,7 +462,7 @@ class Agent(nn.Module):
         `codec.read` made of them; with `noise(N)`, samples. The state [N, S] becomes the one after;
         set state[i] = 0 before an episode's first observation."""
         obs = obs if isinstance(obs, Obs) else self.codec.read(obs)
-        actions, state[:] = self.step(obs.to(self.unit.device), state, noise)
+        actions, state[:] = self.step(obs.to(self.action_scale.device), state, noise)
         return self.codec.env_actions(actions.cpu().numpy())
 
 
@@ -483,15 +502,18 @@ class Batch(NamedTuple):
     values: torch.Tensor  # [N, T], before the update
 
     def take(self, rows: torch.Tensor) -> "Batch":
-        return Batch(self.obs.map(lambda x: x[rows]), *(x[rows] for x in self[1:]))
+        others = {name: x[rows] for name, x in self._asdict().items() if name != "obs"}
+        return Batch(obs=self.obs.map(lambda x: x[rows]), **others)
 
 
 def ppo_loss(agent: Agent, args: Args, batch: Batch):
     """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch, and its metrics."""
     # states, too, as the parameters now make them (LSTM detail 5)
-    _, *outputs, _ = agent.get_action_and_value(*batch[:4])
-    logprob, entropy, value = (x[batch.valid] for x in outputs)  # from [M, T] to the valid rows
-    batch = Batch(*batch[:5], *(x[batch.valid] for x in batch[5:]))
+    policy, value, _ = agent.policy(batch.obs, batch.state, batch.episode_starts, batch.actions)
+    logprob = agent.log_prob(policy, batch.actions)[batch.valid]  # from [M, T] to the valid rows
+    value = value[batch.valid]
+    targets = "logprobs", "advantages", "returns", "values"
+    batch = batch._replace(**{name: getattr(batch, name)[batch.valid] for name in targets})
     logratio = logprob - batch.logprobs
     ratio = logratio.exp()
 
@@ -509,14 +531,14 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch):
     value_loss = 0.5 * error.mean()
 
     # entropy bonuses keep the policy exploring (detail 10)
-    entropy = entropy.mean()
-    box_entropy = agent.box_entropy()
-    bonus = args.ent_coef * (entropy - box_entropy) + args.box_ent_coef * box_entropy
+    entropy, box_entropy = (x[batch.valid].mean() for x in agent.entropies(policy))
+    bonus = args.ent_coef * entropy + args.box_ent_coef * box_entropy
     loss = policy_loss - bonus + args.vf_coef * value_loss
     # debug variables (detail 12); approx_kl is Schulman's estimator k3
-    metrics = {"value_loss": value_loss, "policy_loss": policy_loss, "entropy": entropy}
+    metrics = {"value_loss": value_loss, "policy_loss": policy_loss}
     metrics |= {"old_approx_kl": -logratio.mean(), "approx_kl": (ratio - 1.0 - logratio).mean()}
-    return loss, metrics | {"clipfrac": (ratio != clipped).float().mean()}
+    clipfrac = (ratio != clipped).float().mean()
+    return loss, metrics | {"clipfrac": clipfrac, "entropy": entropy + box_entropy}
 
 
 def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
@@ -530,10 +552,12 @@ def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
     values = data.values[:-1]
     advantages = torch.tensor(advantages).to(values)
     returns = advantages + values
-    targets = data.logprobs, advantages, returns, values
-    fields = data.episode_starts, data.actions, torch.as_tensor(data.valid), *targets
+    fields = {"episode_starts": data.episode_starts, "actions": data.actions}
+    fields |= {"valid": torch.as_tensor(data.valid), "logprobs": data.logprobs}
+    fields |= {"advantages": advantages, "returns": returns, "values": values}
+    fields = {name: x.transpose(0, 1) for name, x in fields.items()}  # [N, T, ...]
     obs = data.obs.map(lambda x: x[:-1].transpose(0, 1))
-    batch = Batch(obs, data.state, *[x.transpose(0, 1) for x in fields])  # [N, T, ...]
+    batch = Batch(obs=obs, state=data.state, **fields)
 
     results = []  # metrics of each step
     agent.adam.param_groups[0]["lr"] = args.learning_rate
@@ -558,7 +582,7 @@ def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
     error = advantages[data.valid].var()  # variance of R - V
     scale = returns[data.valid].var()  # variance of R
     metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
-    if len(agent.unit):
+    if len(agent.action_scale):
         metrics["charts/policy_std"] = agent.actor_logstd.exp().mean().item()
     return metrics
 
@@ -570,16 +594,16 @@ def rollout(agent: Agent, envs, state: torch.Tensor, run: "Run", args: Args):
     this state; returns a Rollout and the state after it."""
     T = args.num_steps
     N = args.num_envs
-    device = agent.unit.device
+    device = agent.action_scale.device
     obs = envs.obs.to(device).map(lambda x: x.new_empty((T + 1, *x.shape)))
-    actions = torch.zeros((T, N, len(agent.sizes) + len(agent.unit)), device=device)
+    actions = torch.zeros((T, N, len(agent.sizes) + len(agent.action_scale)), device=device)
     logprobs = torch.zeros((T, N), device=device)
     values = torch.zeros((T + 1, N), device=device)
     rewards = np.zeros((T, N))
-    scores = np.zeros((T, N))  # rewards that are neither clipped nor scaled
+    raw_rewards = np.zeros((T, N))  # rewards that are neither clipped nor scaled
     terminated = np.zeros((T, N), bool)
     truncated = np.zeros((T, N), bool)
-    autoreset = np.zeros((T + 1, N), bool)  # rows after an episode's end: they only begin the next
+    autoreset = np.zeros((T + 1, N), bool)  # rows whose step ignores its action, and resets
     new_game = np.zeros((T + 1, N), bool)  # the same, but not after a lost life
     noise = agent.noise(T, N)
     first_state = state
@@ -593,19 +617,20 @@ def rollout(agent: Agent, envs, state: torch.Tensor, run: "Run", args: Args):
         actions[t], logprobs[t], _, values[t], state = outputs
         state[autoreset[t]] = 0.0  # an episode begins in the next row
         rewards[t], terminated[t], truncated[t] = envs.step(actions[t].cpu().numpy())
-        scores[t] = getattr(envs, "scores", rewards[t])
+        raw_rewards[t] = getattr(envs, "raw_rewards", rewards[t])
     last = envs.obs.to(device)
     for rows, x in zip(obs.values(), last.values(), strict=True):
         rows[T] = x
     values[T] = agent.get_value(last, state)
     autoreset[T] = envs.autoreset
     new_game[T] = getattr(envs, "new_game", envs.autoreset)
-    run.log_rollout(actions.cpu().numpy(), scores, autoreset, new_game)
-    ends = terminated, truncated, ~autoreset[:T]
+    run.log_rollout(actions.cpu().numpy(), raw_rewards, autoreset, new_game)
     # an episode starts in the row after one that ended the last, but not before the first row
     starts = torch.tensor(np.concatenate([np.zeros((1, N), bool), autoreset[: T - 1]]))
-    results = obs, actions, logprobs, values, rewards, *ends, first_state, starts
-    return Rollout(*results), state
+    ends = {"terminated": terminated, "truncated": truncated, "valid": ~autoreset[:T]}
+    chosen = {"actions": actions, "logprobs": logprobs, "values": values, "rewards": rewards}
+    states = {"state": first_state, "episode_starts": starts}
+    return Rollout(obs=obs, **chosen, **ends, **states), state
 
 
 def scale_rewards(agent: Agent, data: Rollout, args: Args) -> Rollout:
@@ -650,24 +675,17 @@ def train(args: Args) -> Path:
             if args.scale_rewards:
                 data = scale_rewards(agent, data, args)
             metrics = update(agent, data, scheduled)
-            values = data.obs | {"rewards": data.rewards} | metrics
-            check_finite(run.iteration, values | agent.state_dict())
+            found = data.obs | {"rewards": data.rewards} | metrics
+            check_finite(run.iteration, found | agent.state_dict())
             if args.eval_interval and (run.iteration + 1) % args.eval_interval == 0:
                 metrics["charts/test_return"] = np.mean(play(args, agent, sample=True))
             run.log(metrics | {"charts/learning_rate": scheduled.learning_rate})
             if run.iteration % args.checkpoint_interval == 0:
                 save(run, agent, state)
         save(run, agent, state)
-    # a line to paste: this interpreter, this file; a module must be named again
-    program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
-    module = ["--env-id", args.env_id] if ":" in args.env_id.removeprefix("envpool:") else []
-    module += ["--env-kwargs", args.env_kwargs] * (args.env_kwargs != "{}")
+    print_next_command(run, here, run.iteration == args.num_iterations)
     if run.iteration < args.num_iterations:
-        print("go on with:", shlex.join([*program, "--resume", str(run.folder), *module]))
         raise SystemExit(128 + signals[0])
-    print("play with:", shlex.join([*program, "--evaluate", str(run.folder), *module]))
-    if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
         evaluate(replace(args, evaluate=run.folder))
     return run.folder
@@ -755,8 +773,8 @@ class Codec:
         low = np.concatenate([[], *(part.low.ravel() for _, part in boxes)]).clip(-1e30, 1e30)
         high = np.concatenate([[], *(part.high.ravel() for _, part in boxes)]).clip(-1e30, 1e30)
         scaled = (high > low) & (high - low <= 2e6)  # others are not scaled
-        self.origin = np.where(scaled, (low + high) / 2, 0.0)
-        self.unit = np.where(scaled, (high - low) / 2, 1.0)
+        self.action_bias = np.where(scaled, (low + high) / 2, 0.0)
+        self.action_scale = np.where(scaled, (high - low) / 2, 1.0)
         self.columns = {}  # of each part of an action
         column = 0
         for name, part in (*choices, *boxes):
@@ -877,11 +895,9 @@ def episode_seed(*key: int) -> int:
 
 class Envs:
     """Environments in this process, stepped one after the other; `indices` are theirs in the run.
-    Every episode has its own seed, so it can be played again on resuming.
-
-    Autoreset is "next step": the step that ends an episode returns its true last observation; the
-    next one ignores its action and returns a new episode's first observation with reward 0.
-    """
+    Every episode has its own seed, so it can be played again on resuming. Autoreset is "next step":
+    the step that ends an episode returns its true last observation; the next one ignores its action
+    and returns a new episode's first observation with reward 0."""
 
     def __init__(self, args: Args, indices, episodes: list):
         self.args = args
@@ -1048,7 +1064,7 @@ class PoolEnvs:
         raw, rewards, terminated, truncated, info = self.vector.step(rows)
         running = ~self.autoreset
         self.autoreset = terminated | truncated
-        self.scores = info.get("reward", rewards)  # Atari's, not clipped
+        self.raw_rewards = info.get("reward", rewards)  # Atari's, not clipped
         self.new_game = info.get("terminated", terminated).astype(bool) | truncated  # no lost life
         self.obs = self.codec.read(raw, self.obs, running, info.get("legal_action_mask"))
         return rewards, terminated, truncated
@@ -1131,7 +1147,7 @@ class Run(contextlib.AbstractContextManager):
             self.wandb.finish()
         self.csv.close()
 
-    def episode(self, i: int, t: int, actions: np.ndarray, scores, autoreset, new_game):
+    def episode(self, i: int, t: int, actions: np.ndarray, raw_rewards, autoreset, new_game):
         """An environment's running game before row t of a rollout [T, N, ...]."""
         number, score, past_actions = self.episodes[i]
         begins = np.flatnonzero(new_game[:t, i])  # rows that began a game
@@ -1140,14 +1156,15 @@ class Run(contextlib.AbstractContextManager):
         rows = slice(begins[-1] if len(begins) else 0, t)
         taken = actions[rows, i][~autoreset[rows, i]]
         past = np.asarray(past_actions, actions.dtype).reshape(-1, actions.shape[-1])
-        return number + len(begins), score + float(scores[rows, i].sum()), np.vstack((past, taken))
+        score += float(raw_rewards[rows, i].sum())
+        return number + len(begins), score, np.vstack((past, taken))
 
-    def log_rollout(self, actions: np.ndarray, scores: np.ndarray, autoreset, new_game):
+    def log_rollout(self, actions: np.ndarray, raw_rewards: np.ndarray, autoreset, new_game):
         """Take in a rollout, [T, N, ...] and [T + 1, N]: log the games that ended."""
         seconds = time.monotonic() - self.start
         steps = self.global_step + np.count_nonzero(~autoreset[:-1], axis=1).cumsum()
         self.global_step = int(steps[-1])
-        rows = actions, scores, autoreset, new_game
+        rows = actions, raw_rewards, autoreset, new_game
         ended = [(t, *self.episode(i, t + 1, *rows)) for t, i in np.argwhere(new_game[1:])]
         self.episodes = [self.episode(i, len(steps), *rows) for i in range(len(self.episodes))]
         for t, _, score, past_actions in ended:
@@ -1191,6 +1208,8 @@ def save(run: Run, agent: Agent, memory: torch.Tensor):
         state |= {"episodes": episodes, "discounted": agent.discounted.tolist(), "memory": memory}
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
+    if run.args.save_model:
+        torch.save(state["agent"], run.folder / f"{Path(run.args.exp_name).name}.cleanrl_model")
 
 
 def load_checkpoint(folder: Path) -> dict:
@@ -1233,6 +1252,15 @@ def stop_signals():
         yield received
 
 
+def print_next_command(run: Run, here: Path, ended: bool):
+    """Print a line to paste: this interpreter, this file; code that may run is named again."""
+    program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
+    words = ["--env-id", run.args.env_id]
+    words += ["--env-kwargs", run.args.env_kwargs] * (run.args.env_kwargs != "{}")
+    says, flag = ("play with:", "--evaluate") if ended else ("go on with:", "--resume")
+    print(says, shlex.join([*program, flag, str(run.folder), *words]))
+
+
 def check_finite(iteration: int, values: dict):
     """Raise FloatingPointError for the first NaN or infinity. Once, name what hardly moves."""
     for name, x in values.items():
@@ -1246,32 +1274,12 @@ def check_finite(iteration: int, values: dict):
 
 
 # --- evaluation -----------------------------------------------------------------------------------
-def current_weights(weights: dict, agent: Agent) -> dict:
-    """The weights of any run under this script's names. At commit e500984 images and other parts
-    had numbers for names, and the parts of an action the order of their space."""
-    if "number" not in weights:
-        return weights
-    number = weights.pop("number")
-    order = torch.cat([torch.where(~number)[0], torch.where(number)[0]])
-    weights |= {name: weights[name][number] for name in ("origin", "unit")}
-    weights |= {name: weights[name][order] for name in ("actor.weight", "actor.bias")}
-    for name in [name for name in weights if "weight_ih" in name and agent.args.previous_action]:
-        actions = weights[name][:, agent.trunk.size : -1]
-        actions.copy_(actions[:, order])
-    names = {f"images.{k}.": f"{name}." for k, name in enumerate(agent.codec.axes)}
-    names |= {f"moments.{k}.": f"moments.{name}." for k, name in enumerate(agent.codec.shapes)}
-    for old, new in names.items():
-        weights = {name.replace(old, new): x for name, x in weights.items()}
-    return weights
-
-
 def load(folder: Path, env=None) -> tuple[Agent, Args]:
     """The agent saved in a run's folder, for `env` or a new one of its id, and its arguments."""
     checkpoint = load_checkpoint(folder)
-    args = checkpoint["args"]
+    args, weights = checkpoint["args"], checkpoint["agent"]
     envs = env or make_envs(args, 1, {})
     agent = Agent(envs, args)
-    weights = current_weights(checkpoint["agent"], agent)
     names = [[(k, x.shape) for k, x in y.items()] for y in (agent.state_dict(), weights)]
     if names[0] != names[1]:
         fail(f"{folder} was trained by {checkpoint.get('script')}, with other networks or spaces")
@@ -1310,11 +1318,11 @@ def play(args: Args, agent: Agent | None, sample: bool, name: str = "") -> list[
     with contextlib.closing(envs), tqdm(unit="step", disable=None if name else True) as bar:
         while len(returns) < args.eval_episodes:
             noise = agent.noise(N, rng=rng) if sample else None
-            actions, state = agent.step(envs.obs.to(agent.unit.device), state, noise)
+            actions, state = agent.step(envs.obs.to(agent.action_scale.device), state, noise)
             state[envs.autoreset] = 0.0  # as in training
             rewards, *_ = envs.step(actions.cpu().numpy())
             bar.update(N)
-            scores += getattr(envs, "scores", rewards)
+            scores += getattr(envs, "raw_rewards", rewards)
             for i in np.flatnonzero(playing & getattr(envs, "new_game", envs.autoreset)):
                 if name:
                     bar.write(f"{name}_episode={len(returns)}, episodic_return={scores[i]:.2f}")

@@ -167,9 +167,9 @@ def mlp(inputs: int, outputs: int, gain: float) -> nn.Sequential:
     """Two layers of 64 tanh units and a linear one; orthogonal weights, biases 0 (detail 2)."""
     layers = []
     for sizes, scale in (((inputs, 64), 2**0.5), ((64, 64), 2**0.5), ((64, outputs), gain)):
-        layers += [nn.Linear(*sizes), nn.Tanh()]
-        nn.init.orthogonal_(layers[-2].weight, scale)
-        nn.init.zeros_(layers[-2].bias)
+        layers += [layer := nn.Linear(*sizes), nn.Tanh()]
+        nn.init.orthogonal_(layer.weight, scale)
+        nn.init.zeros_(layer.bias)
     return nn.Sequential(*layers[:-1])
 
 
@@ -453,7 +453,7 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs", run: "Run", args: Args) -> 
     rewards = np.zeros((T, N, A))
     terminated = np.zeros((T, N, A), bool)
     truncated = np.zeros((T, N, A), bool)
-    autoreset = np.zeros((T + 1, N), bool)  # rows after an episode's end: they only begin the next
+    autoreset = np.zeros((T + 1, N), bool)  # rows whose step ignores its action, and resets
     noise = agent.noise(T, N, A)
     for t in range(T):
         obs[t] = envs.obs
@@ -504,24 +504,16 @@ def train(args: Args) -> Path:
                 scheduled.learning_rate *= 1.0 - run.iteration / args.num_iterations  # (detail 4)
             data = rollout(agent, envs, run, args)
             metrics = update(agent, data, scheduled)
-            values = {"observations": data.obs, "rewards": data.rewards} | metrics
-            check_finite(run.iteration, values | agent.state_dict())
+            check_finite(run.iteration, data._asdict() | metrics | agent.state_dict())
             if args.eval_interval and (run.iteration + 1) % args.eval_interval == 0:
                 metrics |= win_rates(agent, run)
             run.log(metrics | {"charts/learning_rate": scheduled.learning_rate})
             if run.iteration % args.checkpoint_interval == 0:
                 save(run, agent)
         save(run, agent)
-    # a line to paste: this interpreter, this file; a module must be named again
-    program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
-    module = [] if is_known(args.env_id) else ["--env-id", args.env_id]
-    module += ["--env-kwargs", args.env_kwargs] * (args.env_kwargs != "{}")
+    print_next_command(run, here, run.iteration == args.num_iterations)
     if run.iteration < args.num_iterations:
-        print("go on with:", shlex.join([*program, "--resume", str(run.folder), *module]))
         raise SystemExit(128 + signals[0])
-    print("play with:", shlex.join([*program, "--evaluate", str(run.folder), *module]))
-    if args.save_model:
-        torch.save(agent.state_dict(), run.folder / f"{Path(args.exp_name).name}.cleanrl_model")
     if args.capture_video:
         evaluate(replace(args, evaluate=run.folder))
     return run.folder
@@ -734,11 +726,9 @@ def episode_seed(*key: int) -> int:
 
 class Envs:
     """Environments in this process, stepped one after the other; `indices` are theirs in the run.
-    Every episode has its own seed, so it can be played again on resuming.
-
-    Autoreset is "next step": the step that ends an episode returns its true last observations; the
-    next one ignores its actions and returns a new episode's first observations with rewards 0.
-    """
+    Every episode has its own seed, so it can be played again on resuming. Autoreset is "next step":
+    the step that ends an episode returns its true last observations; the next one ignores its
+    actions and returns a new episode's first observations with rewards 0."""
 
     def __init__(self, args: Args, indices, episodes: list):
         self.args = args
@@ -1029,6 +1019,8 @@ def save(run: Run, agent: Agent):
     state["episodes"] = [(n, np.array(y).tolist(), torch.tensor(np.array(x))) for n, y, x in rows]
     torch.save(state, run.folder / "checkpoint.pt.tmp")
     (run.folder / "checkpoint.pt.tmp").replace(run.folder / "checkpoint.pt")
+    if run.args.save_model:
+        torch.save(state["agent"], run.folder / f"{Path(run.args.exp_name).name}.cleanrl_model")
 
 
 def load_checkpoint(folder: Path) -> dict:
@@ -1070,6 +1062,15 @@ def stop_signals():
             stack.callback(signal.signal, number, signal.signal(number, handler))
         stack.push(lambda _, error, __: received and error and not print(f"{error!r:.200}"))
         yield received
+
+
+def print_next_command(run: Run, here: Path, ended: bool):
+    """Print a line to paste: this interpreter, this file; code that may run is named again."""
+    program = [min(x, os.path.relpath(x, here), key=len) for x in (sys.executable, __file__)]
+    words = ["--env-id", run.args.env_id]
+    words += ["--env-kwargs", run.args.env_kwargs] * (run.args.env_kwargs != "{}")
+    says, flag = ("play with:", "--evaluate") if ended else ("go on with:", "--resume")
+    print(says, shlex.join([*program, flag, str(run.folder), *words]))
 
 
 def check_finite(iteration: int, values: dict):

@@ -26,6 +26,7 @@ FLAGS = {
     "ppo": f"--env-id CartPole-v1 {SMALL} --learning-rate 3e-3",
     "ppo_continuous_action": f"--env-id Pendulum-v1 {SMALL} --update-epochs 5 --learning-rate 3e-3 "
     "--target-kl None",
+    "ppo_lstm": f"--env-id Pendulum-v1 {SMALL} --num-minibatches 2 --learning-rate 3e-3",
 }
 MORE = {
     "vector-environment": "--env-id envpool:mine",
@@ -165,6 +166,16 @@ def check_state_deviation(script, folder, tmp_path):
     agent, _ = script.load(folder)
     obs = observations(100)
     deviations = agent.act(obs, np.ones((100, 1), np.float32)) - agent.act(obs)
+    assert deviations.min() > 0.0
+    assert deviations.std() > 0.01 * deviations.mean()
+
+
+def check_memory_deviation(script, folder, tmp_path):
+    """Of one observation, after what differs."""
+    agent, _ = script.load(folder)
+    obs = script.Obs(obs=torch.zeros(100, 3))
+    states = torch.randn(100, agent.initial_state(1).shape[1])
+    deviations = agent.step(obs, states, torch.ones(100, 1))[0] - agent.step(obs, states)[0]
     assert deviations.min() > 0.0
     assert deviations.std() > 0.01 * deviations.mean()
 
@@ -333,7 +344,7 @@ def test_an_edit_works(name, edited, tmp_path):
 
 
 @pytest.mark.slow
-@EDITS
+@pytest.mark.parametrize("name", [name for name in CHECKS if name != "memory-deviation"])
 def test_an_edit_works_compiled(name, edited, tmp_path, monkeypatch):
     """To the same numbers as eagerly, to rounding, as long as that stays small."""
     script = edited(name)

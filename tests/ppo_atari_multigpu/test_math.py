@@ -201,10 +201,10 @@ def test_a_real_game_and_its_score():
         begins = envs.autoreset.copy()
         rewards, terminated, truncated = envs.step(rng.integers(0, 4, 4))
         assert (envs.obs.shape, envs.obs.dtype) == ((4, 4, 84, 84), np.uint8)
-        assert (rewards == np.sign(envs.scores)).all()
-        assert not ((terminated | truncated) & begins).any() and not envs.scores[begins].any()
+        assert (rewards == np.sign(envs.raw_rewards)).all()
+        assert not ((terminated | truncated) & begins).any() and not envs.raw_rewards[begins].any()
         ends += envs.autoreset.sum()
-        score += envs.scores
+        score += envs.raw_rewards
         games += score[envs.new_game].tolist()
         score[envs.new_game] = 0
     assert len(games) >= 8 and max(games) > 0

@@ -90,7 +90,7 @@ def test_the_unit_of_actions():
         (spaces.Box(np.float32([-1, 2]), np.float32([3, 2])), [1, 2], [2, 1], True),
     ):
         _, agent = set_up(ppo_continuous_action, box, scale_actions=scale)
-        assert (agent.origin.tolist(), agent.unit.tolist()) == (origin, unit)
+        assert (agent.action_bias.tolist(), agent.action_scale.tolist()) == (origin, unit)
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous_action", "ppo_pixels", "ppo_lstm"])

@@ -15,7 +15,7 @@ from program import Toy, assert_same, rows, scalars
 
 import ppo_lstm
 import ppo_pixels
-from ppo_pixels import Agent, Args, Codec, Obs
+from ppo_pixels import Agent, Args, Codec, Obs, Policy
 
 BYTES = {"low": 0, "high": 255, "dtype": np.uint8}
 VECTOR = spaces.Box(-1, 1, (3,))
@@ -180,8 +180,8 @@ def test_actions_of_a_nested_space():
     assert action["more"][1].tolist() == [1, 3]
     assert action["level"].tolist() == [[7]]  # rounded
     agent = Agent(env_of(image(36, 36, 3), MIXED))
-    logprobs, mean = torch.zeros(50, 13), torch.zeros(50, 3)
-    for row in agent.choose_action(logprobs, mean, 30 * agent.noise(50)).detach().numpy():
+    policy = Policy(torch.zeros(50, 13), torch.zeros(50, 3), agent.actor_logstd)
+    for row in agent.choose_action(policy, 30 * agent.noise(50)).detach().numpy():
         assert MIXED.contains(one.env_actions(row)), row
 
 
@@ -190,11 +190,11 @@ def test_choices_are_drawn_with_their_probabilities():
     agent = Agent(env_of(VECTOR, spaces.MultiDiscrete([3, 2])))
     agent.actor.weight.data *= 100
     obs = Obs(obs=torch.randn(1, 3).expand(20_000, 3))
-    logprobs, mean, _ = agent.policy(obs)
-    drawn = agent.choose_action(logprobs, mean, agent.noise(20_000))
+    policy, _ = agent.policy(obs)
+    drawn = agent.choose_action(policy, agent.noise(20_000))
     for action in (drawn, agent.get_action_and_value(obs)[0]):
         parts = [torch.eye(n)[action[:, k].long()].mean(0) for k, n in enumerate((3, 2))]
-        torch.testing.assert_close(torch.cat(parts), logprobs[0].exp(), rtol=0, atol=0.015)
+        torch.testing.assert_close(torch.cat(parts), policy.logprobs[0].exp(), rtol=0, atol=0.015)
 
 
 # --- Atari, older runs ----------------------------------------------------------------------------
@@ -366,11 +366,11 @@ def test_a_saved_policy_acts_as_it_did(tmp_path):
         for name, x in obs.items():
             assert np.array_equal(x, envs.obs[name])
         choice, numbers = agent.act(obs)
-        logprobs, mean, _ = agent.policy(envs.obs.to("cpu"))
-        assert choice[0] == int(logprobs[0].argmax())
-        clipped = mean[0].detach().clamp(-1, 1).numpy()
+        policy, _ = agent.policy(envs.obs.to("cpu"))
+        assert choice[0] == int(policy.logprobs[0].argmax())
+        clipped = policy.mean[0].detach().clamp(-1, 1).numpy()
         np.testing.assert_allclose(numbers[0], clipped, rtol=1e-4, atol=1e-5)
-        envs.step(agent.choose_action(logprobs, mean).detach().numpy())
+        envs.step(agent.choose_action(policy).detach().numpy())
         raw, *_ = env.step((choice[0], numbers[0]))
         obs = agent.codec.read(raw, obs)
 

@@ -48,7 +48,10 @@ ARMS = {  # weight, and changes of the script's text
     "0.003": ("0.003", []),
     "0.01": ("0.01", []),
     # 0.01 over the number of action dimensions: on Ant 0.00125
-    "0.01/dims": ("0.01", [(BONUS, BONUS.replace("entropy +", "entropy / agent.unit.numel() +"))]),
+    "0.01/dims": (
+        "0.01",
+        [(BONUS, BONUS.replace("entropy +", "entropy / agent.actor_logstd.numel() +"))],
+    ),
     # falls to 0 in the first quarter
     "quarter": ("0.01", [(FALLS, "scheduled.ent_coef *= max(4.0 * remaining - 3.0, 0.0)\n")]),
     # only where the deviation is below what it began with
