@@ -463,8 +463,8 @@ def make_buffers(agent: Agent, envs: "Envs", args: Args) -> Buffers:
 
 
 def as_tensors(args: Args, device: torch.device) -> Args:
-    """Args of one update. Its fractions become tensors, whose changes a compiled step follows, but
-    there no `if` can ask for their values."""
+    """Args of one update, with tensors for fractions: compiled code would keep a float as it was. No
+    `if` in `ppo_loss` can ask for their values."""
     args = copy.copy(args)
     for name, value in vars(args).items():
         if isinstance(value, float):
