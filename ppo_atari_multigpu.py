@@ -463,12 +463,11 @@ def make_buffers(agent: Agent, envs: "Envs", args: Args) -> Buffers:
 
 
 def as_tensors(args: Args, device: torch.device) -> Args:
-    """Args of one update, with tensors for fractions: compiled code would keep a float as it was. No
-    `if` in `ppo_loss` can ask for their values."""
+    """Args of one update. Its fractions become tensors: compiled code would keep a float as it was.
+    So no `if` in `ppo_loss` can ask for their values."""
     args = copy.copy(args)
-    for name, value in vars(args).items():
-        if isinstance(value, float):
-            setattr(args, name, torch.tensor(value, device=device))
+    floats = {name: x for name, x in vars(args).items() if isinstance(x, float)}
+    vars(args).update({name: torch.tensor(x, device=device) for name, x in floats.items()})
     return args
 
 

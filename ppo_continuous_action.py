@@ -42,7 +42,6 @@ import sys
 import threading
 import time
 import traceback
-import types
 from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -345,7 +344,7 @@ def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step) -> dict
             shifted = actions - torch.as_tensor(noise).to(actions) * agent.action_scale
             batch = batch._replace(actions=shifted.flatten(0, 1))
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
-        for learn, minibatch in epoch_steps(step, order.tensor_split(num_minibatches)):
+        for learn, minibatch in epoch_steps(step, order.tensor_split(num_minibatches), args):
             names, result = learn(agent, agent.adam, coefficients, batch, minibatch)
             results.append(result.clone())  # CUDA graphs reuse their output
         approx_kl = torch.stack(results[-num_minibatches:])[:, names.index("approx_kl")]
@@ -493,23 +492,21 @@ def check_actor(agent: Agent, obs: np.ndarray, actions: np.ndarray, noise: np.nd
 
 
 def as_tensors(args: Args, device: torch.device) -> Args:
-    """Args of one update, with tensors for fractions: compiled code would keep a float as it was. No
-    `if` in `ppo_loss` can ask for their values."""
+    """Args of one update. Its fractions become tensors: compiled code would keep a float as it was.
+    So no `if` in `ppo_loss` can ask for their values."""
     args = copy.copy(args)
-    for name, value in vars(args).items():
-        if isinstance(value, float):
-            setattr(args, name, torch.tensor(value, device=device))
+    floats = {name: x for name, x in vars(args).items() if isinstance(x, float)}
+    vars(args).update({name: torch.tensor(x, device=device) for name, x in floats.items()})
     return args
 
 
-def epoch_steps(step, minibatches):
-    """Each minibatch of an epoch, with the step to take. torch.compile checks only in the first that
-    its code fits, a third of a compiled step: what changes within an epoch has to be a tensor."""
-    yield step, minibatches[0]
-    if getattr(step, "is_direct", False):  # go on with the code that was just used
-        used = torch._dynamo.eval_frame._debug_get_cache_entry_list(minibatch_step)[:1]
-        step = types.FunctionType(used[0].code, globals()) if used else step
-    for minibatch in minibatches[1:]:
+def epoch_steps(step, minibatches, args: Args):
+    """Each minibatch of an epoch with its step. torch.compile asks in the first only if its code
+    still fits, which takes a third of a step: what changes within an epoch has to be a tensor."""
+    for k, minibatch in enumerate(minibatches):
+        if k == 1 and hasattr(step, "_torchdynamo_orig_callable") and not args.cudagraphs:
+            used, *_ = torch._dynamo.eval_frame._debug_get_cache_entry_list(minibatch_step)
+            step = type(step)(used.code, globals())  # the code alone, as a function
         yield step, minibatch
 
 
