@@ -277,7 +277,6 @@ def adam_state(agent: Agent) -> dict[str, torch.Tensor]:
     return {"steps": vector.new_zeros(()), "exp_avg": vector, "exp_avg_sq": vector.clone()}
 
 
-@torch.no_grad()
 def adam_step(agent: Agent, adam: dict, learning_rate, grad: torch.Tensor):
     """One step of Adam (Kingma & Ba 2015, algorithm 1) by the gradient [P] of all parameters. It is
     by hand to be compiled with the rest: 0.4 ms together, 0.6 ms with torch.optim.Adam apart."""
@@ -299,11 +298,12 @@ def minibatch_step(agent: Agent, adam: dict, args: Args, batch: Batch, rows: tor
     trainable = [p for p in agent.parameters() if p.requires_grad]
     grads = iter(torch.autograd.grad(loss, trainable, materialize_grads=True))
     grads = [next(grads) if p.requires_grad else torch.zeros_like(p) for p in agent.parameters()]
-    grad = torch.cat([x.flatten() for x in grads])
-    norm = grad.norm()  # over all parameters (detail 11)
-    grad *= (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-    adam_step(agent, adam, args.learning_rate, grad)
-    return [*metrics, "grad_norm"], torch.stack([*metrics.values(), norm]).detach()
+    with torch.no_grad():
+        grad = torch.cat([x.flatten() for x in grads])
+        norm = grad.norm()  # over all parameters (detail 11)
+        grad *= (args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        adam_step(agent, adam, args.learning_rate, grad)
+        return [*metrics, "grad_norm"], torch.stack([*metrics.values(), norm])
 
 
 def adapt(learning_rate: torch.Tensor, approx_kl: torch.Tensor, desired_kl: float):

@@ -183,10 +183,8 @@ def test_noise_shifts_the_means_once_an_epoch():
 
 
 # --- compilation ----------------------------------------------------------------------------------
-@pytest.mark.slow
-@both
-def test_compiled_steps_follow_every_number_of_args(script):
-    """One after the other, and back; then a schedule of 20 values, each of its own."""
+def compiled_step(script):
+    """Args, agent, a batch of 64 rows, and the compiled step."""
     args, agent = set_up(script, compile_from=0, update_epochs=99, num_steps=99)
     rng = np.random.default_rng(3)
     width = {"obs": (64, 3), "actions": (64, 1 if script is ppo else 2)}
@@ -197,6 +195,14 @@ def test_compiled_steps_follow_every_number_of_args(script):
     args.compile = True
     compiled = script.compile_step(agent, args)
     assert compiled is not script.minibatch_step
+    return args, agent, batch, compiled
+
+
+@pytest.mark.slow
+@both
+def test_compiled_steps_follow_every_number_of_args(script):
+    """One after the other, and back; then a schedule of 20 values, each of its own."""
+    args, agent, batch, compiled = compiled_step(script)
     state, adam = copy.deepcopy(agent.state_dict()), copy.deepcopy(agent.adam)
 
     def step(how, **changed):
@@ -221,6 +227,40 @@ def test_compiled_steps_follow_every_number_of_args(script):
         torch.testing.assert_close(compiled_parameters, parameters, rtol=1e-3, atol=1e-5)
         if changed.keys() <= {"norm_adv", "clip_vloss"}:
             assert not torch.allclose(numbers, plain, rtol=1e-4), changed
+
+
+@pytest.mark.slow
+@both
+def test_later_minibatches_run_the_code_of_an_epochs_first(script):
+    """To the same bits as with torch's checks in each: with two codes in turn, minibatches that
+    differ by a row, and another learning rate within an epoch. CUDA graphs are always checked."""
+    args, agent, batch, compiled = compiled_step(script)
+    state, adam = copy.deepcopy(agent.state_dict()), copy.deepcopy(agent.adam)
+
+    def learn(cudagraphs: bool):
+        """Metrics and parameters after six epochs; the functions that made the steps."""
+        agent.load_state_dict(state)
+        agent.adam = copy.deepcopy(adam)
+        results, steps = [], []
+        generator = torch.Generator().manual_seed(5)
+        for epoch in range(6):
+            flags = {"norm_adv": epoch % 2 == 0, "learning_rate": 0.01 / (1 + epoch)}
+            flags |= {"cudagraphs": cudagraphs}
+            coefficients = script.as_tensors(
+                dataclasses.replace(args, **flags), torch.device("cpu")
+            )
+            minibatches = torch.randperm(62, generator=generator).tensor_split(4)  # 16 and 15 rows
+            for step, part in script.epoch_steps(compiled, minibatches, coefficients):
+                results.append(step(agent, agent.adam, coefficients, batch, part)[1].clone())
+                steps.append(step)
+                coefficients.learning_rate = coefficients.learning_rate * 0.5
+        return [*results, *(p.detach().clone() for p in agent.parameters())], steps
+
+    (checked, each), (found, steps) = learn(True), learn(False)
+    assert set(each) == set(steps[::4]) == {compiled}
+    assert compiled not in steps[1::4] + steps[2::4] + steps[3::4]
+    assert len({step.__code__ for step in steps}) == 3  # torch.compile's, and both codes
+    assert all(torch.equal(x, y) for x, y in zip(checked, found, strict=True))
 
 
 # --- learning -------------------------------------------------------------------------------------
