@@ -543,11 +543,12 @@ BLOCKS = {
     make.__name__.replace("_", "-"): make
     for make in (
         scores, all_speeds, clipped_results, control, helped, cma_results, humanoid, kl_results,
-        atari_results, gpu_atari, gpu_warp, studied, bonus_ant, bonus_tasks, scale,
+        atari_results, gpu_atari, gpu_warp, studied, bonus_ant, bonus_tasks,
     )
 }  # fmt: skip
-if IN_UNITS.exists():  # its runs have ended
-    BLOCKS["units"] = units
+for made, make in {SCALE: scale, IN_UNITS: units}.items():
+    if made.exists():  # its runs have ended
+        BLOCKS[make.__name__] = make
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
 BLOCKS["bonus-fresh"] = partial(bonus_tasks, 3)
 for metric in report.METRICS:
