@@ -374,7 +374,7 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs | PoolEnvs", run: "Run", args
     obs[T] = envs.obs
     autoreset[T] = envs.autoreset
     run.log_rollout(actions, rewards, autoreset)  # rewards changed later are learned, not logged
-    check_actor(agent, obs[:T][:8, 0], actions[:8, 0])
+    check_actor(agent, obs[:T][:32, 0], actions[:32, 0], noise[:32, 0])
     return Rollout(obs, actions, rewards, terminated, truncated, ~autoreset[:T])
 
 
@@ -435,31 +435,21 @@ def train(args: Args) -> Path:
 # ==== below this line nothing is PPO ==============================================================
 # --- speed ----------------------------------------------------------------------------------------
 @torch.no_grad()
-def numpy_scores(agent: Agent):
-    """Log-probabilities of all choices [N, sum of branches], not normalized, in numpy, with the
-    present weights. Once a rollout `check_actor` compares them with `get_action_and_value`."""
+def numpy_actor(agent: Agent):
+    """`agent.act` with the present weights, in numpy, for rows [N, D]: choices [N, branches] from 0
+    on. Once a rollout `check_actor` compares it with `get_action_and_value`."""
     shift = agent.obs_moments.mean.float().cpu().numpy()
     scale = (agent.obs_moments.var + 1e-8).rsqrt().float().cpu().numpy()
     scaled = agent.scaled.cpu().numpy()
     score = as_numpy(agent.actor)
+    starts = np.cumsum([0, *agent.choices[:-1]])
 
-    def scores(obs: np.ndarray) -> np.ndarray:
+    def act(obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
         x = obs[:, : agent.dim]
         x = score(np.where(scaled, np.minimum(np.maximum((x - shift) * scale, -10.0), 10.0), x))
         if obs.shape[1] > agent.dim:
             x = x - np.float32(1e3) * (obs[:, agent.dim :] <= 0)
-        return x
-
-    return scores
-
-
-def numpy_actor(agent: Agent):
-    """`agent.act` with the present weights, for rows [N, D]: choices [N, branches] from 0 on."""
-    scores = numpy_scores(agent)
-    starts = np.cumsum([0, *agent.choices[:-1]])
-
-    def act(obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
-        x = scores(obs) if noise is None else scores(obs) + noise
+        x = x if noise is None else x + noise
         parts = [x[:, i : i + n] for i, n in zip(starts, agent.choices, strict=True)]
         return np.array([part.argmax(axis=-1) for part in parts]).T
 
@@ -485,18 +475,20 @@ def as_numpy(network: nn.Module, scale=1.0, shift=0.0):
 
 
 @torch.no_grad()
-def check_actor(agent: Agent, obs: np.ndarray, actions: np.ndarray):
-    """Raise RuntimeError if `act` and `get_action_and_value` differ in the log-probabilities
-    of actions [B, branches] at observations [B, D]."""
-    device = agent.adam["steps"].device
-    rows = obs, actions, numpy_scores(agent)(obs)
-    obs, actions, scores = (torch.as_tensor(x, device=device) for x in rows)
-    parts = scores.split(agent.choices, dim=-1)
-    choices = zip(parts, actions.split(1, dim=-1), strict=True)
-    logprob = sum(part.log_softmax(-1).gather(-1, choice).squeeze(-1) for part, choice in choices)
-    _, learned, *_ = agent.get_action_and_value(obs, actions)
-    if ((logprob - learned).abs() > 0.01 * (1.0 + logprob.abs())).any():
-        raise RuntimeError("numpy_scores acts by another policy than get_action_and_value learns")
+def check_actor(agent: Agent, obs: np.ndarray, actions: np.ndarray, noise: np.ndarray):
+    """Raise RuntimeError if an action taken, [B, branches] at observations [B, D], is not the one
+    with the highest sum of `get_action_and_value`'s log-probability and noise [B, choices]."""
+    starts = np.cumsum([0, *agent.choices[:-1]])
+    branch = np.repeat(range(len(starts)), agent.choices)  # of each choice
+    others = np.repeat(actions[:, None], len(branch), axis=1)  # with each choice in turn
+    others[:, range(len(branch)), branch] = np.arange(len(branch)) - starts[branch]
+    rows = obs.repeat(len(branch), axis=0), others.reshape(-1, len(starts))
+    rows = (torch.as_tensor(x, device=agent.scaled.device) for x in rows)
+    _, logprobs, *_ = agent.get_action_and_value(*rows)
+    scores = logprobs.view(noise.shape).cpu().numpy() + noise
+    taken = np.take_along_axis(scores, starts + actions, axis=1)
+    if (np.maximum.reduceat(scores, starts, axis=1) - taken > 0.01).any():
+        raise RuntimeError("actions are of another policy than get_action_and_value learns")
 
 
 def as_tensors(args: Args, device: torch.device) -> Args:

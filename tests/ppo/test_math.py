@@ -58,3 +58,25 @@ def test_a_mask_of_all_or_of_nothing_is_no_mask():
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
     noise = agent.noise(50)
     assert (agent.act(nothing.numpy(), noise) == agent.act(obs.numpy(), noise)).all()
+
+
+@pytest.mark.parametrize("name", DISCRETE)
+def test_actions_of_another_policy_are_an_error(name):
+    """Those taken are compared: with three times the noise, or a fifth of them replaced by 0."""
+    space, sizes = DISCRETE[name]
+    module, _, agent = make("ppo", SEEN, space)
+    with torch.no_grad():
+        agent.actor[-1].weight *= 100  # a policy that has learned
+    rng = np.random.default_rng(0)
+    obs = rng.normal(0, 1, (32, 3)).astype(np.float32)
+    obs = np.concatenate([obs, np.ones((32, sum(sizes)), np.float32)], axis=1)
+    obs[:, 4] = 0.0
+    noise = agent.noise(32)
+    act = module.numpy_actor(agent)
+    actions = act(obs, noise)
+    assert not (actions[:, 0] == 1).any()  # which the mask forbids
+    module.check_actor(agent, obs, actions, noise)
+    fifth = np.where((np.arange(32) % 5 == 0)[:, None], 0, actions)
+    for other in (act(obs, 3.0 * noise), fifth, act(obs)):
+        with pytest.raises(RuntimeError, match="another policy"):
+            module.check_actor(agent, obs, other, noise)
