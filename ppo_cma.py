@@ -950,8 +950,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     for name in ("seed", "num_envs"):
         if args.resume and getattr(args, name) != getattr(saved, name):
             fail(f"{name}: {folder} keeps its {getattr(saved, name)}: leave the flag out")
-    over = sum('"status": "finished"' in x.read_text() for x in Path(folder).glob("run.json"))
-    steps = min(checkpoint.get("global_step", 0), saved.total_timesteps) + over
+    done = sum('"status": "finished"' in x.read_text() for x in Path(folder).glob("run.json"))
+    steps = min(checkpoint.get("global_step", 0), saved.total_timesteps) + done
     if args.resume and (args.total_timesteps < steps or "global_step" not in checkpoint):
         fail(f"{folder} has finished: a larger --total-timesteps goes on, not a policy alone")
     for package, needed in (("wandb", args.track), ("moviepy", args.capture_video)):

@@ -1359,8 +1359,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     for name in ("seed", "num_envs", "num_steps", "log_std_init"):
         if args.resume and getattr(args, name) != getattr(saved, name):
             fail(f"{name}: {folder} keeps its {getattr(saved, name)}: leave the flag out")
-    over = sum('"status": "finished"' in x.read_text() for x in Path(folder).glob("run.json"))
-    if args.resume and args.num_iterations < checkpoint.get("iteration", math.inf) + over:
+    done = sum('"status": "finished"' in x.read_text() for x in Path(folder).glob("run.json"))
+    if args.resume and args.num_iterations < checkpoint.get("iteration", math.inf) + done:
         fail(f"{folder} has finished: a larger --total-timesteps goes on, not a policy alone")
     for package, needed in (("wandb", args.track), ("moviepy", args.capture_video)):
         if needed and importlib.util.find_spec(package) is None:
