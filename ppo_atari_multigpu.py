@@ -893,6 +893,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
     checkpoint = load_checkpoint(folder) if folder else {}
     saved = checkpoint.get("args", Args())
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
+    for name, value in re.findall(r"--(batch.size|minibatch.size|num.iterations)[ =](\d+)", line):
+        if int(value) != (computed := getattr(args, name.replace("-", "_"))):
+            fail(f"--{name} is {computed}: see --num-steps, --num-minibatches, --total-timesteps")
     if folder and args.local_num_envs:  # there may be more or fewer processes than there were
         args = replace(args, local_num_envs=0, num_envs=saved.num_envs)
     if folder and folder == args.run_dir:

@@ -175,11 +175,9 @@ class Agent(nn.Module):
         self.actor_mean = mlp(self.dim, outputs, gain=0.01)  # (continuous detail 4)
         # a deviation for each dimension, the same in every state (continuous detail 2)
         self.actor_logstd = nn.Parameter(torch.full((outputs,), args.log_std_init))
-        low = torch.tensor(space.low).float().ravel()
-        high = torch.tensor(space.high).float().ravel()
+        low, high = (torch.tensor(x).float().ravel() for x in (space.low, space.high))
         if not (args.scale_actions and (high - low).isfinite().all()):
-            low = -torch.ones(outputs)
-            high = torch.ones(outputs)
+            low, high = -torch.ones(outputs), torch.ones(outputs)
         self.register_buffer("action_bias", (low + high) / 2)
         self.register_buffer("action_scale", torch.where(high > low, (high - low) / 2, 1.0))
         self.obs_moments = RunningMoments((self.dim,))
@@ -479,8 +477,7 @@ def check_actor(agent: Agent, obs: np.ndarray, actions: np.ndarray, noise: np.nd
     """Raise RuntimeError if these actions, taken by `act`, are not of `get_action_and_value`. For
     any Gaussian log pi(mean) - log pi(mean + std * noise) = |noise|^2 / 2."""
     actions = np.concatenate([numpy_actor(agent)(obs), actions])
-    rows = np.tile(obs, (2, 1)), actions
-    rows = (torch.as_tensor(x, device=agent.action_scale.device) for x in rows)
+    rows = (torch.as_tensor(x).to(agent.action_scale) for x in (np.tile(obs, (2, 1)), actions))
     _, logprobs, *_ = agent.get_action_and_value(*rows)
     mean, sample = logprobs.cpu().numpy().reshape(2, -1)
     expected = 0.5 * np.square(noise).sum(axis=-1)
@@ -973,6 +970,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
     checkpoint = load_checkpoint(folder) if folder else {}
     saved = checkpoint.get("args", Args())
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
+    for name, value in re.findall(r"--(batch.size|minibatch.size|num.iterations)[ =](\d+)", line):
+        if int(value) != (computed := getattr(args, name.replace("-", "_"))):
+            fail(f"--{name} is {computed}: see --num-steps, --num-minibatches, --total-timesteps")
     for name, value in vars(checkpoint.get("raw", saved)).items():
         if getattr(args, name) == getattr(saved, name) != value:  # it names a module or a file
             fail(f"{folder}: give --{name.replace('_', '-')} {shlex.quote(value)} again")

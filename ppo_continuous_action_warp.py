@@ -164,11 +164,9 @@ class Agent(nn.Module):
         self.actor_mean = mlp([*hidden, outputs], gain=0.01)  # (continuous detail 4)
         # a deviation for each dimension, the same in every state (continuous detail 2)
         self.actor_logstd = nn.Parameter(torch.full((outputs,), args.log_std_init))
-        low = torch.tensor(space.low).float().ravel()
-        high = torch.tensor(space.high).float().ravel()
+        low, high = (torch.tensor(x).float().ravel() for x in (space.low, space.high))
         if not (args.scale_actions and (high - low).isfinite().all()):
-            low = -torch.ones(outputs)
-            high = torch.ones(outputs)
+            low, high = -torch.ones(outputs), torch.ones(outputs)
         self.register_buffer("action_bias", (low + high) / 2)
         self.register_buffer("action_scale", torch.where(high > low, (high - low) / 2, 1.0))
         self.obs_moments = RunningMoments((self.dim,))
@@ -201,8 +199,7 @@ class Agent(nn.Module):
     def act(self, obs, noise: torch.Tensor | None = None):
         """Mean actions [N, A] at observations [N, D], as tensors if these are, else as arrays;
         given `noise(N)`, samples. Not clipped."""
-        x = torch.as_tensor(obs, device=self.action_scale.device)
-        mean = self.actor_mean(self.normalize(x))
+        mean = self.actor_mean(self.normalize(torch.as_tensor(obs, device=self.action_bias.device)))
         if noise is not None:
             mean = mean + self.actor_logstd.exp() * noise
         actions = self.action_bias + self.action_scale * mean
@@ -889,6 +886,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
     checkpoint = load_checkpoint(folder) if folder else {}
     saved = checkpoint.get("args", Args())
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
+    for name, value in re.findall(r"--(batch.size|minibatch.size|num.iterations)[ =](\d+)", line):
+        if int(value) != (computed := getattr(args, name.replace("-", "_"))):
+            fail(f"--{name} is {computed}: see --num-steps, --num-minibatches, --total-timesteps")
     for name, value in vars(checkpoint.get("raw", saved)).items():
         if getattr(args, name) == getattr(saved, name) != value:  # it names a module or a file
             fail(f"{folder}: give --{name.replace('_', '-')} {shlex.quote(value)} again")

@@ -1189,6 +1189,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
     checkpoint = load_checkpoint(folder) if folder else {}
     saved = checkpoint.get("args", Args())
     args = tyro.cli(Args, args=argv, description=__doc__, default=saved)
+    for name, value in re.findall(r"--(batch.size|minibatch.size|num.iterations)[ =](\d+)", line):
+        if int(value) != (computed := getattr(args, name.replace("-", "_"))):
+            fail(f"--{name} is {computed}: see --num-steps, --num-minibatches, --total-timesteps")
     for name, value in vars(checkpoint.get("raw", saved)).items():
         if getattr(args, name) == getattr(saved, name) != value:  # it names a module or a file
             fail(f"{folder}: give --{name.replace('_', '-')} {shlex.quote(value)} again")

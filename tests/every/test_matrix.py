@@ -664,7 +664,7 @@ ANNEALED = " --no-anneal-lr --target-kl 0.875"  # Warp's rate follows the KL
 
 
 @pytest.mark.parametrize("script", [x for x in SCRIPTS if x not in WHOLE])
-def test_command_lines_of_cleanrl_run(script, monkeypatch):
+def test_command_lines_of_cleanrl_run(script, monkeypatch, capfd):
     installed(monkeypatch, wandb=True, moviepy=True)
     line = CLEANRL + ANNEALED * (script != WARP)
     spelled = re.sub("(?<=[a-z])-(?=[a-z])", "_", line) if script == "ppo" else line
@@ -674,6 +674,10 @@ def test_command_lines_of_cleanrl_run(script, monkeypatch):
     for flag, value in re.findall(r"--(\S+)(?:\s+(?!--)(\S+))?", line):
         name = flag.removeprefix("no-").replace("-", "_")
         assert str(args[name]) == (value or str(not flag.startswith("no-"))), flag
+    for flag in ("--minibatch-size=7", "--batch_size 391", "--num-iterations 3"):
+        with pytest.raises(SystemExit):
+            parse(script, f"{line} {flag}")
+        assert "see --num-steps, --num-minibatches, --total-timesteps" in capfd.readouterr().err
 
 
 ORIGINALS = {  # and what their flags are called here
