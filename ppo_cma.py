@@ -416,22 +416,26 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs", run: "Run", args: Args) -> 
     while np.count_nonzero(playing):
         obs = envs.obs.copy()
         actions = np.zeros(shape, np.float32)
-        actions[playing] = act(obs[playing], agent.noise(np.count_nonzero(playing)))
+        noise = np.zeros(shape, np.float32)
+        noise[playing] = agent.noise(np.count_nonzero(playing))
+        actions[playing] = act(obs[playing], noise[playing])
         rewards, terminated, truncated, steps = envs.step(actions, playing)
         ended = terminated | truncated
-        rows.append((obs, actions, rewards, ended, steps))
+        rows.append((obs, actions, rewards, ended, noise, steps))
         total += sum(steps.tolist())
         if np.count_nonzero(ended):
             playing &= ~ended | (total < args.iter_steps)
             envs.step(actions, playing & ended)  # begins new episodes
         if len(rows) > args.iter_steps + 100_000:
             raise RuntimeError("an endless episode: --max-episode-steps 1000")
-    obs, actions, rewards, ended, steps = (np.array(x) for x in zip(*rows, strict=True))  # [T, N]
+    obs, actions, rewards, ended, noise, steps = map(np.array, zip(*rows, strict=True))  # [T, N]
     episodes = whole_episodes(ended)
     run.log_rollout(rewards, steps, episodes)  # rewards changed later are learned, not logged
-    check_actor(agent, obs[:8, 0])
-    fields = obs, actions, rewards, ended
-    return Rollout(*[np.concatenate([x[episode] for episode in episodes]) for x in fields])
+    fields = obs, actions, rewards, ended, noise
+    *data, noise = (np.concatenate([x[episode] for episode in episodes]) for x in fields)
+    data = Rollout(*data)
+    check_actor(agent, data.obs[:8], data.actions[:8], noise[:8])
+    return data
 
 
 def train(args: Args) -> Path:
@@ -479,8 +483,7 @@ def train(args: Args) -> Path:
 # --- speed ----------------------------------------------------------------------------------------
 @torch.no_grad()
 def numpy_policy(agent: Agent):
-    """`agent.mean` and the deviation, with the present weights, as a function of raw observations
-    [N, D]. Once a rollout `check_actor` compares it with them."""
+    """The present mean and deviation, a function of raw observations [N, D]; see `check_actor`."""
     raw = mlps_as_numpy(list(dict.fromkeys((agent.mean_net, agent.var_net))), agent.obs_scale)
     low = torch.cat([agent.low, agent.logvar_min]).cpu().numpy()
     high = torch.cat([agent.high, agent.logvar_max]).cpu().numpy()
@@ -548,14 +551,16 @@ def mlps_as_numpy(nets: list[nn.Module], scale: torch.Tensor):
 
 
 @torch.no_grad()
-def check_actor(agent: Agent, obs: np.ndarray):
-    """Raise RuntimeError if `numpy_policy` is not the learning policy, at observations [B, D]."""
-    tensor = torch.as_tensor(obs, device=agent.low.device)
-    policy = agent.mean(tensor), (0.5 * agent.logvar(tensor)).exp()
-    for array, tensor in zip(numpy_policy(agent)(obs), policy, strict=True):
-        scale = agent.high - agent.low + tensor.abs()
-        if ((torch.as_tensor(array).to(scale) - tensor).abs() > 1e-3 * scale).any():
-            raise RuntimeError("numpy_policy acts by another policy than mean and logvar learn")
+def check_actor(agent: Agent, obs: np.ndarray, actions: np.ndarray, noise: np.ndarray):
+    """Raise RuntimeError if the actions [B, A] taken at observations [B, D] by this noise are not
+    those of the learning policy."""
+    obs, actions, noise = (torch.as_tensor(x).to(agent.low) for x in (obs, actions, noise))
+    mean, std = agent.mean(obs), (0.5 * agent.logvar(obs)).exp()
+    if not agent.updates:  # the first iteration
+        mean, std = agent.initial_mean, agent.initial_std
+    expected = (mean + std * noise).clamp(agent.low, agent.high)
+    if ((actions - expected).abs() > 1e-3 * (agent.high - agent.low + expected.abs())).any():
+        raise RuntimeError("actions are of another policy than mean and logvar learn")
 
 
 # --- environments ---------------------------------------------------------------------------------

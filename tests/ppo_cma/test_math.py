@@ -94,7 +94,12 @@ def test_later_ones_are_the_networks_and_the_critic_sees_the_time(mode):
         np.testing.assert_allclose(agent.act(obs), mean, rtol=1e-4, atol=1e-5)
         expected = np.clip(mean + std * noise, [-1, 0], [1, 3])
         np.testing.assert_allclose(agent.act(obs, noise), expected, rtol=1e-4, atol=1e-4)
-        ppo_cma.check_actor(agent, obs)
+        taken = agent.act(obs, noise)
+        ppo_cma.check_actor(agent, obs, taken, noise)
+        fifth = np.where((np.arange(2000) % 5 == 0)[:, None], 0, taken)
+        for other in (agent.act(obs, 3.0 * noise), fifth):
+            with pytest.raises(RuntimeError, match="another policy"):
+                ppo_cma.check_actor(agent, obs, other, noise)
         agent.mean_net = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.ELU(), agent.mean_net)
         agent.mean_net[2] = torch.nn.Linear(8, 2 if agent.cma else 4)
         agent.var_net = agent.var_net if agent.cma else agent.mean_net
@@ -108,7 +113,7 @@ def test_later_ones_are_the_networks_and_the_critic_sees_the_time(mode):
     assert ((late - value).abs() > 1e-4).tolist() == [False] + [True] * 5
     agent.mean = lambda obs: 0.5 + 0.0 * obs[:, :2]
     with pytest.raises(RuntimeError, match="another policy"):
-        ppo_cma.check_actor(agent, obs)
+        ppo_cma.check_actor(agent, obs, taken, noise)
 
 
 # --- golden numbers -------------------------------------------------------------------------------
