@@ -431,17 +431,11 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs", run: "Run", args: Args) -> 
     obs, actions, rewards, ended, noise, steps = map(np.array, zip(*rows, strict=True))  # [T, N]
     episodes = whole_episodes(ended)
     run.log_rollout(rewards, steps, episodes)  # rewards changed later are learned, not logged
-<<<<<<< HEAD
     fields = obs, actions, rewards, ended, noise
     *data, noise = (np.concatenate([x[episode] for episode in episodes]) for x in fields)
     data = Rollout(*data)
     check_actor(agent, data.obs[:8], data.actions[:8], noise[:8])
     return data
-=======
-    check_actor(agent, act, obs[:8, 0])
-    fields = obs, actions, rewards, ended
-    return Rollout(*[np.concatenate([x[episode] for episode in episodes]) for x in fields])
->>>>>>> 90dc828 (ppo_cma.py compares the actions that act chooses with what learns)
 
 
 def train(args: Args) -> Path:
@@ -489,12 +483,7 @@ def train(args: Args) -> Path:
 # --- speed ----------------------------------------------------------------------------------------
 @torch.no_grad()
 def numpy_policy(agent: Agent):
-<<<<<<< HEAD
     """The present mean and deviation, a function of raw observations [N, D]; see `check_actor`."""
-=======
-    """`agent.mean` and the deviation, with the present weights, as a function of raw observations
-    [N, D]. Once a rollout `check_actor` compares the actions."""
->>>>>>> 90dc828 (ppo_cma.py compares the actions that act chooses with what learns)
     raw = mlps_as_numpy(list(dict.fromkeys((agent.mean_net, agent.var_net))), agent.obs_scale)
     low = torch.cat([agent.low, agent.logvar_min]).cpu().numpy()
     high = torch.cat([agent.high, agent.logvar_max]).cpu().numpy()
@@ -562,31 +551,16 @@ def mlps_as_numpy(nets: list[nn.Module], scale: torch.Tensor):
 
 
 @torch.no_grad()
-<<<<<<< HEAD
 def check_actor(agent: Agent, obs: np.ndarray, actions: np.ndarray, noise: np.ndarray):
     """Raise RuntimeError if the actions [B, A] taken at observations [B, D] by this noise are not
     those of the learning policy."""
     obs, actions, noise = (torch.as_tensor(x).to(agent.low) for x in (obs, actions, noise))
-=======
-def check_actor(agent: Agent, act, obs: np.ndarray):
-    """Raise RuntimeError if `act` draws from another policy than the one that learns, at
-    observations [B, D]."""
-    noise = np.random.default_rng(0).standard_normal((len(obs), len(agent.low)), np.float32)
-    rows = obs, noise, act(obs, noise)
-    obs, noise, actions = (torch.as_tensor(x, device=agent.low.device) for x in rows)
->>>>>>> 90dc828 (ppo_cma.py compares the actions that act chooses with what learns)
     mean, std = agent.mean(obs), (0.5 * agent.logvar(obs)).exp()
     if not agent.updates:  # the first iteration
         mean, std = agent.initial_mean, agent.initial_std
     expected = (mean + std * noise).clamp(agent.low, agent.high)
-<<<<<<< HEAD
     if ((actions - expected).abs() > 1e-3 * (agent.high - agent.low + expected.abs())).any():
         raise RuntimeError("actions are of another policy than mean and logvar learn")
-=======
-    scale = agent.high - agent.low + expected.abs()
-    if ((actions - expected).abs() > 1e-3 * scale).any():
-        raise RuntimeError("numpy_actor acts by another policy than mean and logvar learn")
->>>>>>> 90dc828 (ppo_cma.py compares the actions that act chooses with what learns)
 
 
 # --- environments ---------------------------------------------------------------------------------

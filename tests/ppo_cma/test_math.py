@@ -94,17 +94,12 @@ def test_later_ones_are_the_networks_and_the_critic_sees_the_time(mode):
         np.testing.assert_allclose(agent.act(obs), mean, rtol=1e-4, atol=1e-5)
         expected = np.clip(mean + std * noise, [-1, 0], [1, 3])
         np.testing.assert_allclose(agent.act(obs, noise), expected, rtol=1e-4, atol=1e-4)
-<<<<<<< HEAD
         taken = agent.act(obs, noise)
         ppo_cma.check_actor(agent, obs, taken, noise)
         fifth = np.where((np.arange(2000) % 5 == 0)[:, None], 0, taken)
         for other in (agent.act(obs, 3.0 * noise), fifth):
             with pytest.raises(RuntimeError, match="another policy"):
                 ppo_cma.check_actor(agent, obs, other, noise)
-=======
-        act = ppo_cma.numpy_actor(agent)
-        ppo_cma.check_actor(agent, act, obs)
->>>>>>> 90dc828 (ppo_cma.py compares the actions that act chooses with what learns)
         agent.mean_net = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.ELU(), agent.mean_net)
         agent.mean_net[2] = torch.nn.Linear(8, 2 if agent.cma else 4)
         agent.var_net = agent.var_net if agent.cma else agent.mean_net
@@ -116,26 +111,9 @@ def test_later_ones_are_the_networks_and_the_critic_sees_the_time(mode):
     torch.testing.assert_close(entropy, normal.entropy().sum(-1))
     late = agent.get_action_and_value(tensor[:6], action, 200 * torch.arange(6))[3]
     assert ((late - value).abs() > 1e-4).tolist() == [False] + [True] * 5
-    act = ppo_cma.numpy_actor(agent)
-    fifth = (np.arange(2000) % 5 == 0)[:, None]
-    others = [lambda x, noise: act(x, 3.0 * noise)]
-    others.append(lambda x, noise: np.where(fifth, 0.5, act(x, noise)))
-    for updates in (1, 0):  # with 0, the first policy is another one
-        agent.updates.fill_(updates)
-        act = ppo_cma.numpy_actor(agent)
-        ppo_cma.check_actor(agent, act, obs)
-        for other in others:
-            with pytest.raises(RuntimeError, match="another policy"):
-                ppo_cma.check_actor(agent, other, obs)
-    agent.updates.fill_(1)
-    act = ppo_cma.numpy_actor(agent)
     agent.mean = lambda obs: 0.5 + 0.0 * obs[:, :2]
     with pytest.raises(RuntimeError, match="another policy"):
-<<<<<<< HEAD
         ppo_cma.check_actor(agent, obs, taken, noise)
-=======
-        ppo_cma.check_actor(agent, act, obs)
->>>>>>> 90dc828 (ppo_cma.py compares the actions that act chooses with what learns)
 
 
 # --- golden numbers -------------------------------------------------------------------------------
