@@ -488,7 +488,7 @@ def check_actor(agent: Agent, obs: np.ndarray, actions: np.ndarray, noise: np.nd
     scores = logprobs.view(noise.shape).cpu().numpy() + noise
     taken = np.take_along_axis(scores, starts + actions, axis=1)
     if (np.maximum.reduceat(scores, starts, axis=1) - taken > 0.01).any():
-        raise RuntimeError("actions are of another policy than get_action_and_value learns")
+        raise RuntimeError("numpy_actor acts by another policy than get_action_and_value learns")
 
 
 def as_tensors(args: Args, device: torch.device) -> Args:

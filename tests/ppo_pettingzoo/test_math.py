@@ -162,7 +162,7 @@ def test_masks_and_spaces():
     observation = {"x": np.float32([0.5]), "goal": 1, "action_mask": np.array([0, 1, 1])}
     assert nested.row("b", observation, {}).tolist() == [0, 1, 0.5, 0, 1, 1, 1, 0]
     info = {"action_mask": np.ones(1)}  # would be broadcast
-    with pytest.raises(ValueError, match="shape"):
+    with pytest.raises(ValueError, match="mask of 1 for 3"):
         roles().row("a", np.zeros(3), info)
     bits = roles(action=MultiBinary(2))
     assert bits.row("a", np.zeros(3), {"action_mask": np.array([1, 0, 1, 1])}).sum() == 3 + 1
