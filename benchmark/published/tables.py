@@ -175,6 +175,8 @@ def scale() -> str:
             own.append(row[measure])
     tasks = list(dict.fromkeys(env_id for *_, env_id in scores))
     arms = {"none": "", "rewards": "none", "obs": "none", "both": "none", "both-4-epochs": "both"}
+    ran = {arm for _, arm, _ in scores}  # of all that the protocol names
+    arms = {arm: other for arm, other in arms.items() if arm in ran}
     rows = []
     for arm, other in arms.items():
         for measure in ("training", "final"):

@@ -30,7 +30,7 @@ if __name__ == "__main__":
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(FIELDS)
         for run in data.find([Path(sys.argv[1])]):
-            if run.status == "finished":
+            if run.status == "finished" and len(run.evaluation):
                 scores = over_training(run), run.score("training"), run.score("evaluation")
                 steps = int(run.steps[-1])
                 writer.writerow(
