@@ -8,7 +8,7 @@ speed() { python -m benchmark speed --rounds 3 --output $folder "$@"; }
 now="--no-cuda --compile-from 0" # also in runs as short as these
 
 # CleanRL's settings
-one="python ppo.py --env-id CartPole-v1 --learning-rate 2.5e-4 --update-epochs 4 $now"
+one="python ppo.py --env-id CartPole-v1 --learning-rate 2.5e-4 --update-epochs 4 --no-scale-obs --no-scale-rewards $now"
 speed --steps 122880 --command "compiled=$one" --command "eager=$one --no-compile"
 mujoco="--log-std-init 0 --no-scale-actions --clip-vloss --target-kl None --ent-coef 0 $now"
 for env_id in HalfCheetah-v4 Hopper-v4 Humanoid-v4; do
