@@ -16,7 +16,7 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
 
     python ppo.py --env-id CartPole-v1  # --resume runs/RUN goes on, --evaluate runs/RUN plays
 
-Expect 500 on CartPole-v1 after 100,000 steps (10 to 35 seconds on a CPU core), of 9 seeds in 10.
+Expect 500 on CartPole-v1 after 100,000 steps (10 to 35 seconds on a CPU core), of 10 seeds in 10.
 Flags and tags are CleanRL's. Its defaults are
 `--learning-rate 2.5e-4 --update-epochs 4 --no-scale-obs --no-scale-rewards`.
 
