@@ -65,7 +65,6 @@ class Args:
     num_threads: int = 1  # CPU threads of torch; more than one rarely helps networks this small
     compile: bool = True  # compile the update if a compiler works; results are the same to rounding
     compile_from: int = 15_000  # shorter runs, in gradient steps, are not compiled
-    cudagraphs: bool = False  # on a GPU, compile the update to CUDA graphs
     track: bool = False  # also log to Weights and Biases
     wandb_project_name: str = "ppo"  # project in Weights and Biases
     wandb_entity: str | None = None  # team (entity) in Weights and Biases
@@ -176,8 +175,8 @@ class Agent(nn.Module):
         self.obs_moments = RunningMoments((self.dim,))
         self.return_moments = RunningMoments()
         self.discounted = np.zeros(1)  # [N], return so far of each episode in training
-        scaled = torch.tensor(numbers(env.observation_space) & args.scale_obs)  # [D]
-        self.register_buffer("scaled", scaled, persistent=False)
+        mask = torch.tensor(is_box(env.observation_space) & args.scale_obs)  # [D]
+        self.register_buffer("scale_mask", mask, persistent=False)
         self.rng = np.random.default_rng(args.seed)  # draws actions and minibatches
 
     def normalize(self, obs: torch.Tensor) -> torch.Tensor:
@@ -186,7 +185,7 @@ class Agent(nn.Module):
         scale = (self.obs_moments.var + 1e-8).rsqrt().float()
         obs = obs[..., : self.dim].float()
         features = ((obs - self.obs_moments.mean.float()) * scale).clamp(-10.0, 10.0)
-        return torch.where(self.scaled, features, obs)
+        return torch.where(self.scale_mask, features, obs)
 
     def get_value(self, obs: torch.Tensor) -> torch.Tensor:
         """V [...] at observations [..., D]."""
@@ -337,9 +336,9 @@ def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step) -> dict
     for _ in range(args.update_epochs):
         order = torch.as_tensor(agent.rng.permutation(rows), device=device)
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
-        for learn, minibatch in epoch_steps(step, order.tensor_split(num_minibatches), args):
+        for learn, minibatch in epoch_steps(step, order.tensor_split(num_minibatches)):
             names, result = learn(agent, agent.adam, coefficients, batch, minibatch)
-            results.append(result.clone())  # CUDA graphs reuse their output
+            results.append(result)
         approx_kl = torch.stack(results[-num_minibatches:])[:, names.index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
@@ -440,13 +439,13 @@ def numpy_actor(agent: Agent):
     on. Once a rollout `check_actor` compares it with `get_action_and_value`."""
     shift = agent.obs_moments.mean.float().cpu().numpy()
     scale = (agent.obs_moments.var + 1e-8).rsqrt().float().cpu().numpy()
-    scaled = agent.scaled.cpu().numpy()
+    mask = agent.scale_mask.cpu().numpy()
     score = as_numpy(agent.actor)
     starts = np.cumsum([0, *agent.choices[:-1]])
 
     def act(obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
         x = obs[:, : agent.dim]
-        x = score(np.where(scaled, np.minimum(np.maximum((x - shift) * scale, -10.0), 10.0), x))
+        x = score(np.where(mask, np.minimum(np.maximum((x - shift) * scale, -10.0), 10.0), x))
         if obs.shape[1] > agent.dim:
             x = x - np.float32(1e3) * (obs[:, agent.dim :] <= 0)
         x = x if noise is None else x + noise
@@ -477,15 +476,15 @@ def as_numpy(network: nn.Module, scale=1.0, shift=0.0):
 @torch.no_grad()
 def check_actor(agent: Agent, obs: np.ndarray, actions: np.ndarray, noise: np.ndarray):
     """Raise RuntimeError if an action taken, [B, branches] at observations [B, D], is not the one
-    with the highest sum of `get_action_and_value`'s log-probability and noise [B, choices]."""
+    with the highest sum of `get_action_and_value`'s log-probability and noise [B, L]."""
     starts = np.cumsum([0, *agent.choices[:-1]])
-    branch = np.repeat(range(len(starts)), agent.choices)  # of each choice
-    others = np.repeat(actions[:, None], len(branch), axis=1)  # with each choice in turn
+    branch = np.repeat(range(len(starts)), agent.choices)  # of each of the L choices
+    others = np.repeat(actions[:, None], len(branch), axis=1)  # [B, L, branches], each in turn
     others[:, range(len(branch)), branch] = np.arange(len(branch)) - starts[branch]
-    rows = obs.repeat(len(branch), axis=0), others.reshape(-1, len(starts))
-    rows = (torch.as_tensor(x, device=agent.scaled.device) for x in rows)
+    rows = np.repeat(obs[:, None], len(branch), axis=1), others
+    rows = (torch.as_tensor(x, device=agent.scale_mask.device) for x in rows)
     _, logprobs, *_ = agent.get_action_and_value(*rows)
-    scores = logprobs.view(noise.shape).cpu().numpy() + noise
+    scores = logprobs.cpu().numpy() + noise
     taken = np.take_along_axis(scores, starts + actions, axis=1)
     if (np.maximum.reduceat(scores, starts, axis=1) - taken > 0.01).any():
         raise RuntimeError("numpy_actor acts by another policy than get_action_and_value learns")
@@ -500,11 +499,11 @@ def as_tensors(args: Args, device: torch.device) -> Args:
     return args
 
 
-def epoch_steps(step, minibatches, args: Args):
+def epoch_steps(step, minibatches):
     """Each minibatch of an epoch with its step. torch.compile asks in the first only if its code
     still fits, which takes a third of a step: what changes within an epoch has to be a tensor."""
     for k, minibatch in enumerate(minibatches):
-        if k == 1 and hasattr(step, "_torchdynamo_orig_callable") and not args.cudagraphs:
+        if k == 1 and hasattr(step, "_torchdynamo_orig_callable"):
             used, *_ = torch._dynamo.eval_frame._debug_get_cache_entry_list(minibatch_step)
             step = type(step)(used.code, globals())  # the code alone, as a function
         yield step, minibatch
@@ -517,8 +516,8 @@ def compile_step(agent: Agent, args: Args):
         return minibatch_step
     if any(p._backward_hooks for p in agent.parameters()):
         raise RuntimeError("a compiled step calls no hooks on gradients: --no-compile")
-    options = {"cpp_wrapper": agent.adam["steps"].is_cpu, "triton.cudagraphs": args.cudagraphs}
-    options |= {"cpp.vec_isa_ok": True, "cpp.use_decompose_tanh": True}  # compiles and runs faster
+    options = {"cpp.vec_isa_ok": True, "cpp.use_decompose_tanh": True}  # compiles and runs faster
+    options["cpp_wrapper"] = agent.adam["steps"].is_cpu
     try:
         torch.compiler.reset()  # forget what was compiled for another agent
         torch._dynamo.config.trace_autograd_ops = True
@@ -526,9 +525,6 @@ def compile_step(agent: Agent, args: Args):
     except Exception as error:  # whatever a missing, old or broken compiler raises
         print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
         return minibatch_step
-    if args.cudagraphs:  # the graphs change these in place
-        for tensor in agent.adam.values():
-            torch._dynamo.mark_static_address(tensor, guard=False)
     torch.compiler.config.dynamic_sources = "L['rows']"  # minibatches may differ by a row
     print("compiling the update...")
     return torch.compile(minibatch_step, fullgraph=True, options=options)
@@ -575,11 +571,11 @@ def branches(space: gym.Space) -> list[int]:
     return space.nvec.ravel().tolist()
 
 
-def numbers(space: gym.Space) -> np.ndarray:
-    """Which parts [D] of a flat observation are numbers, not choices as zeros and ones."""
+def is_box(space: gym.Space) -> np.ndarray:
+    """Which parts [D] of a flat observation are numbers of a Box, not one-hot choices."""
     if parts := getattr(space, "spaces", None):  # of a Dict or a Tuple
         parts = parts.values() if isinstance(parts, dict) else parts
-        return np.concatenate([numbers(part) for part in parts])
+        return np.concatenate([is_box(part) for part in parts])
     return np.full(gym.spaces.flatdim(space), isinstance(space, gym.spaces.Box))
 
 

@@ -65,7 +65,6 @@ class Args:
     num_threads: int = 1  # CPU threads of torch; more than one rarely helps networks this small
     compile: bool = True  # compile the update if a compiler works; results are the same to rounding
     compile_from: int = 15_000  # shorter runs, in gradient steps, are not compiled
-    cudagraphs: bool = False  # on a GPU, compile the update to CUDA graphs
     track: bool = False  # also log to Weights and Biases
     wandb_project_name: str = "ppo"  # project in Weights and Biases
     wandb_entity: str | None = None  # team (entity) in Weights and Biases
@@ -342,9 +341,9 @@ def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step) -> dict
             shifted = actions - torch.as_tensor(noise).to(actions) * agent.action_scale
             batch = batch._replace(actions=shifted.flatten(0, 1))
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
-        for learn, minibatch in epoch_steps(step, order.tensor_split(num_minibatches), args):
+        for learn, minibatch in epoch_steps(step, order.tensor_split(num_minibatches)):
             names, result = learn(agent, agent.adam, coefficients, batch, minibatch)
-            results.append(result.clone())  # CUDA graphs reuse their output
+            results.append(result)
         approx_kl = torch.stack(results[-num_minibatches:])[:, names.index("approx_kl")]
         if args.target_kl is not None and approx_kl.mean() > args.target_kl:
             break
@@ -497,11 +496,11 @@ def as_tensors(args: Args, device: torch.device) -> Args:
     return args
 
 
-def epoch_steps(step, minibatches, args: Args):
+def epoch_steps(step, minibatches):
     """Each minibatch of an epoch with its step. torch.compile asks in the first only if its code
     still fits, which takes a third of a step: what changes within an epoch has to be a tensor."""
     for k, minibatch in enumerate(minibatches):
-        if k == 1 and hasattr(step, "_torchdynamo_orig_callable") and not args.cudagraphs:
+        if k == 1 and hasattr(step, "_torchdynamo_orig_callable"):
             used, *_ = torch._dynamo.eval_frame._debug_get_cache_entry_list(minibatch_step)
             step = type(step)(used.code, globals())  # the code alone, as a function
         yield step, minibatch
@@ -514,8 +513,8 @@ def compile_step(agent: Agent, args: Args):
         return minibatch_step
     if any(p._backward_hooks for p in agent.parameters()):
         raise RuntimeError("a compiled step calls no hooks on gradients: --no-compile")
-    options = {"cpp_wrapper": agent.adam["steps"].is_cpu, "triton.cudagraphs": args.cudagraphs}
-    options |= {"cpp.vec_isa_ok": True, "cpp.use_decompose_tanh": True}  # compiles and runs faster
+    options = {"cpp.vec_isa_ok": True, "cpp.use_decompose_tanh": True}  # compiles and runs faster
+    options["cpp_wrapper"] = agent.adam["steps"].is_cpu
     try:
         torch.compiler.reset()  # forget what was compiled for another agent
         torch._dynamo.config.trace_autograd_ops = True
@@ -523,9 +522,6 @@ def compile_step(agent: Agent, args: Args):
     except Exception as error:  # whatever a missing, old or broken compiler raises
         print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")
         return minibatch_step
-    if args.cudagraphs:  # the graphs change these in place
-        for tensor in agent.adam.values():
-            torch._dynamo.mark_static_address(tensor, guard=False)
     torch.compiler.config.dynamic_sources = "L['rows']"  # minibatches may differ by a row
     print("compiling the update...")
     return torch.compile(minibatch_step, fullgraph=True, options=options)

@@ -139,16 +139,16 @@ cheetah+=" --num-envs 64 --num-steps 64 --num-minibatches 4 --update-epochs 2 --
 [ -n "${TRY:-}" ] && cheetah="--env-id envpool:HalfCheetah-v4 --env-workers 2$few"
 train cheetah-eager 60 python ppo_continuous_action.py $cheetah --cuda --no-compile
 for turn in 1 2; do
-  train cheetah-compiled-$turn 60 python ppo_continuous_action.py $cheetah $always --cuda --cudagraphs
+  train cheetah-compiled-$turn 60 python ppo_continuous_action.py $cheetah $always --cuda
   train cheetah-cpu-$turn 60 python ppo_continuous_action.py $cheetah $always --no-cuda
 done
 rows robots robots-64 ppo_continuous_action "$cheetah --cuda --no-compile" \
-  "$cheetah $always --cuda --cudagraphs" "$cheetah $always --no-cuda"
+  "$cheetah $always --cuda" "$cheetah $always --no-cuda"
 # both scripts alone, on either device: why --cuda is off by default
 alone="--env-id HalfCheetah-v4$few $always"
-rows robots robots-1 ppo_continuous_action "$alone --no-cuda" "$alone --cuda" "$alone --cuda --cudagraphs"
+rows robots robots-1 ppo_continuous_action "$alone --no-cuda" "$alone --cuda"
 alone="--env-id CartPole-v1$few $always"
-rows robots cartpole ppo "$alone --no-cuda" "$alone --cuda" "$alone --cuda --cudagraphs"
+rows robots cartpole ppo "$alone --no-cuda" "$alone --cuda"
 
 # (e) Pong to 20
 train Pong-v5 240 python ppo_atari_multigpu.py --env-id Pong-v5 --bf16 --num-envs 32 --num-minibatches 8 \
