@@ -21,7 +21,7 @@ DOCS = ROOT / "docs"
 EDITS = ROOT / "tests" / "edits"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 ALGORITHMS = {
-    "ppo": "clipped PPO for choices",
+    "ppo": "clipped PPO for choices; observations and rewards are scaled",
     "ppo_continuous_action": "clipped PPO for numbers; observations and rewards are scaled",
     "ppo_kl_adaptive": 'an adaptive KL penalty, after Coady\'s "AI Gym Workout"',
     "ppo_cma": "PPO-CMA: a variance from a history of actions, negative advantages mirrored",
