@@ -1183,8 +1183,8 @@ def evaluate(args: Args) -> list[float]:
 def parse_args(argv: list[str] | None = None) -> Args:
     """The command line as Args. With --resume or --evaluate the defaults are that run's."""
     argv = [x.removesuffix("/checkpoint.pt") for x in (sys.argv[1:] if argv is None else argv) if x]
-    line = re.sub(r"(--\S+)[ =]True(?= |$)", r"\1", shlex.join(argv))  # CleanRL's older flags
-    argv = shlex.split(re.sub(r"--(\S+)[ =]False(?= |$)", r"--no-\1", line))
+    line = re.sub(r"(--(?!value)\S+)[ =]True(?= |$)", r"\1", shlex.join(argv))
+    argv = shlex.split(re.sub(r"--(?!value)(\S+)[ =]False(?= |$)", r"--no-\1", line))  # CleanRL's
     folder = "".join(re.findall(r"(?m)^--(?:resume|evaluate)[\n=](.*)", "\n".join(argv)))
     checkpoint = load_checkpoint(folder) if folder else {}
     saved = checkpoint.get("args", Args())

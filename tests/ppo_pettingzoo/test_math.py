@@ -451,6 +451,14 @@ def test_a_box_as_large_as_its_type_has_no_bounds():
     assert roles.env_action("b", np.float32([0.5, -3.0])).tolist() == [1.0, -2.0]
 
 
+def test_flags_with_the_values_true_and_false():
+    """Those of --value-norm are its own; of other flags CleanRL's older form is understood."""
+    for word, value in (("True", True), ("False", False), ("None", None)):
+        assert parse(f"--value-norm {word}").value_norm is value
+    args = parse("--value-norm False --cuda False --save-model True")
+    assert (args.value_norm, args.cuda, args.save_model) == (False, False, True)
+
+
 def test_modules_that_a_folder_may_name():
     """Those of packages that are known."""
     known = {
