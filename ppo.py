@@ -128,7 +128,7 @@ class Args:
 
 
 # --- agent ----------------------------------------------------------------------------------------
-class RunningMoments(nn.Module):
+class RunningMeanStd(nn.Module):
     """Mean and variance of all that was seen (Chan, Golub & LeVeque 1979), saved with the agent."""
 
     def __init__(self, shape: tuple[int, ...] = ()):
@@ -166,14 +166,13 @@ class Agent(nn.Module):
     def __init__(self, env, args: Args | None = None):
         super().__init__()
         args = args or Args()
-        space = env.action_space
         self.dim = gym.spaces.flatdim(env.observation_space)
-        self.space = space
-        self.choices = branches(space)
+        self.space = env.action_space
+        self.choices = branches(self.space)
         self.critic = mlp(self.dim, 1, gain=1.0)  # two networks (detail 13)
         self.actor = mlp(self.dim, sum(self.choices), gain=0.01)
-        self.obs_moments = RunningMoments((self.dim,))
-        self.return_moments = RunningMoments()
+        self.obs_moments = RunningMeanStd((self.dim,))
+        self.return_moments = RunningMeanStd()
         self.discounted = np.zeros(1)  # [N], return so far of each episode in training
         mask = torch.tensor(is_box(env.observation_space) & args.scale_obs)  # [D]
         self.register_buffer("scale_mask", mask, persistent=False)
@@ -195,10 +194,10 @@ class Agent(nn.Module):
         """Action [B, A] (sampled unless given), its log-probability [B], entropy [B] and value [B]:
         those of A branches of choices add up (MultiDiscrete detail 1)."""
         features = self.normalize(obs)
-        scores = self.actor(features)
+        logits = self.actor(features)
         if obs.shape[-1] > self.dim:  # a mask may follow: if no choice is valid, all are
-            scores = scores - 1e3 * (obs[..., self.dim :] <= 0)
-        logprobs = [part.log_softmax(-1) for part in scores.split(self.choices, dim=-1)]
+            logits = logits - 1e3 * (obs[..., self.dim :] <= 0)
+        logprobs = [part.log_softmax(-1) for part in logits.split(self.choices, dim=-1)]
         if action is None:
             sample = [torch.distributions.Categorical(logits=part).sample() for part in logprobs]
             action = torch.stack(sample, dim=-1)
@@ -323,9 +322,9 @@ def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step) -> dict
     ends = data.terminated, data.truncated
     advantages = gae(data.rewards, numpy_values, *ends, args.gamma, args.gae_lambda)  # (detail 5)
     advantages = torch.tensor(advantages).to(values)
-    returns = advantages + values[:-1]
-    fields = obs[:-1], actions, logprobs.detach(), advantages, returns, values[:-1]
-    batch = Batch(*[x.flatten(0, 1) for x in fields])  # [B, ...], B = T * N
+    fields = {"obs": obs[:-1], "actions": actions, "logprobs": logprobs.detach()}
+    fields |= {"advantages": advantages, "returns": advantages + values[:-1], "values": values[:-1]}
+    batch = Batch(**{name: x.flatten(0, 1) for name, x in fields.items()})  # [B, ...], B = T * N
 
     rows = np.flatnonzero(data.valid)  # the rows to learn from
     num_minibatches = min(args.num_minibatches, len(rows) // 2)  # at least two rows in each
@@ -374,7 +373,8 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs | PoolEnvs", run: "Run", args
     autoreset[T] = envs.autoreset
     run.log_rollout(actions, rewards, autoreset)  # rewards changed later are learned, not logged
     check_actor(agent, obs[:T][:32, 0], actions[:32, 0], noise[:32, 0])
-    return Rollout(obs, actions, rewards, terminated, truncated, ~autoreset[:T])
+    ends = {"terminated": terminated, "truncated": truncated, "valid": ~autoreset[:T]}
+    return Rollout(obs=obs, actions=actions, rewards=rewards, **ends)
 
 
 def scale_rewards(agent: Agent, data: Rollout, args: Args) -> Rollout:
@@ -564,11 +564,11 @@ def env_actions(space: gym.Space, choices: np.ndarray) -> np.ndarray:
 
 def branches(space: gym.Space) -> list[int]:
     """How many choices each branch has: a Discrete space is one, a MultiBinary one n of two."""
-    if isinstance(space, Discrete):
-        return [int(space.n)]
     if isinstance(space, MultiBinary):
         return [2] * math.prod(space.shape)
-    return space.nvec.ravel().tolist()
+    if isinstance(space, Discrete | MultiDiscrete):
+        return np.ravel(space.nvec if isinstance(space, MultiDiscrete) else space.n).tolist()
+    raise gym.error.Error(f"{space}: no actions that can be learned")
 
 
 def is_box(space: gym.Space) -> np.ndarray:

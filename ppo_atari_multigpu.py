@@ -311,8 +311,9 @@ def update(agent: Agent, data: Rollout, args: Args, iteration: int, gradient=min
     advantages = torch.tensor(advantages).to(values)
     weights = torch.tensor(data.valid).to(values)
     returns = advantages + values
-    fields = data.obs, data.actions, data.logprobs, advantages, returns, values, weights
-    batch = Batch(*[x.flatten(0, 1) for x in fields])  # [B, ...], B = T * N of this process
+    fields = {"obs": data.obs, "actions": data.actions, "logprobs": data.logprobs}
+    fields |= {"advantages": advantages, "returns": returns, "values": values, "weights": weights}
+    batch = Batch(**{name: x.flatten(0, 1) for name, x in fields.items()})  # [B, ...], B = T * N
 
     epochs = minibatch_rows(iteration, rank_slice(args), args, values.device)
     parts = [rows for epoch in epochs for rows in epoch]
@@ -391,8 +392,9 @@ def rollout(agent: Agent, envs: "Envs", buffers: Buffers, run: "Run", args: Args
     new_game[T] = envs.new_game
     buffers.values[T] = agent.get_value(buffers.now)
     run.log_rollout(*world_columns(args, buffers.t.device, raw_rewards, autoreset, new_game))
-    acted = buffers.obs, buffers.actions, buffers.logprobs, buffers.values
-    return Rollout(*acted, rewards, terminated, truncated, ~autoreset[:T])
+    acted = {name: getattr(buffers, name) for name in ("obs", "actions", "logprobs", "values")}
+    ends = {"terminated": terminated, "truncated": truncated, "valid": ~autoreset[:T]}
+    return Rollout(rewards=rewards, **acted, **ends)
 
 
 def train(args: Args | None) -> Path | None:

@@ -357,13 +357,13 @@ def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
 
     if agent.cma:  # variance first, from the history, about the mean that has not moved yet
         agent.history = [*agent.history, (obs, actions, advantages)][-args.history_buffer_size :]
-        past_obs, *past = (torch.cat(tensors) for tensors in zip(*agent.history, strict=True))
+        past_obs, past_actions, past_advantages = map(torch.cat, zip(*agent.history, strict=True))
         sizes = [len(advantages) for *_, advantages in agent.history]
         minibatches = history_minibatches(sizes, shape, agent.generator).to(device)
 
         def past_loss(i: torch.Tensor) -> torch.Tensor:
             policy = agent.mean(past_obs[i]), agent.logvar(past_obs[i])
-            return variance_loss(*[x[i] for x in past], *policy)
+            return variance_loss(past_actions[i], past_advantages[i], *policy)
 
         metrics |= fit("variance", adam, minibatches, past_loss)
     logvar = agent.logvar(obs).detach()
@@ -431,10 +431,10 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs", run: "Run", args: Args) -> 
     obs, actions, rewards, ended, noise, steps = map(np.array, zip(*rows, strict=True))  # [T, N]
     episodes = whole_episodes(ended)
     run.log_rollout(rewards, steps, episodes)  # rewards changed later are learned, not logged
-    fields = obs, actions, rewards, ended, noise
-    *data, noise = (np.concatenate([x[episode] for episode in episodes]) for x in fields)
-    data = Rollout(*data)
-    check_actor(agent, data.obs[:8], data.actions[:8], noise[:8])
+    fields = {"obs": obs, "actions": actions, "rewards": rewards, "ended": ended, "noise": noise}
+    fields = {k: np.concatenate([x[episode] for episode in episodes]) for k, x in fields.items()}
+    check_actor(agent, fields["obs"][:8], fields["actions"][:8], fields.pop("noise")[:8])
+    data = Rollout(**fields)
     return data
 
 

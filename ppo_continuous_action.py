@@ -128,7 +128,7 @@ class Args:
 
 
 # --- agent ----------------------------------------------------------------------------------------
-class RunningMoments(nn.Module):
+class RunningMeanStd(nn.Module):
     """Mean and variance of all that was seen (Chan, Golub & LeVeque 1979), saved with the agent."""
 
     def __init__(self, shape: tuple[int, ...] = ()):
@@ -166,21 +166,20 @@ class Agent(nn.Module):
     def __init__(self, env, args: Args | None = None):
         super().__init__()
         args = args or Args()
-        space = env.action_space
         (self.dim,) = env.observation_space.shape
-        self.action_shape = space.shape
-        outputs = math.prod(space.shape)
+        self.space = env.action_space
+        outputs = math.prod(self.space.shape)
         self.critic = mlp(self.dim, 1, gain=1.0)  # two networks (detail 13)
         self.actor_mean = mlp(self.dim, outputs, gain=0.01)  # (continuous detail 4)
         # a deviation for each dimension, the same in every state (continuous detail 2)
         self.actor_logstd = nn.Parameter(torch.full((outputs,), args.log_std_init))
-        low, high = (torch.tensor(x).float().ravel() for x in (space.low, space.high))
+        low, high = (torch.tensor(x).float().ravel() for x in (self.space.low, self.space.high))
         if not (args.scale_actions and (high - low).isfinite().all()):
             low, high = -torch.ones(outputs), torch.ones(outputs)
         self.register_buffer("action_bias", (low + high) / 2)
         self.register_buffer("action_scale", torch.where(high > low, (high - low) / 2, 1.0))
-        self.obs_moments = RunningMoments((self.dim,))
-        self.return_moments = RunningMoments()
+        self.obs_moments = RunningMeanStd((self.dim,))
+        self.return_moments = RunningMeanStd()
         self.discounted = np.zeros(1)  # [N], return so far of each episode in training
         self.rng = np.random.default_rng(args.seed)  # draws actions and minibatches
 
@@ -210,7 +209,7 @@ class Agent(nn.Module):
     def act(self, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
         """Mean actions [N, ...] at observations [N, D]; given `noise(N)`, samples. Not clipped."""
         actions = numpy_actor(self)(np.asarray(obs, np.float32), noise)
-        return actions.reshape(-1, *self.action_shape)
+        return actions.reshape(-1, *self.space.shape)
 
     def noise(self, *shape: int) -> np.ndarray:
         """Noise for `shape` actions."""
@@ -324,9 +323,9 @@ def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step) -> dict
     ends = data.terminated, data.truncated
     advantages = gae(data.rewards, numpy_values, *ends, args.gamma, args.gae_lambda)  # (detail 5)
     advantages = torch.tensor(advantages).to(values)
-    returns = advantages + values[:-1]
-    fields = obs[:-1], actions, logprobs.detach(), advantages, returns, values[:-1]
-    batch = Batch(*[x.flatten(0, 1) for x in fields])  # [B, ...], B = T * N
+    fields = {"obs": obs[:-1], "actions": actions, "logprobs": logprobs.detach()}
+    fields |= {"advantages": advantages, "returns": advantages + values[:-1], "values": values[:-1]}
+    batch = Batch(**{name: x.flatten(0, 1) for name, x in fields.items()})  # [B, ...], B = T * N
 
     rows = np.flatnonzero(data.valid)  # the rows to learn from
     num_minibatches = min(args.num_minibatches, len(rows) // 2)  # at least two rows in each
@@ -380,7 +379,8 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs | PoolEnvs", run: "Run", args
     autoreset[T] = envs.autoreset
     run.log_rollout(actions, rewards, autoreset)  # rewards changed later are learned, not logged
     check_actor(agent, obs[:T][:8, 0], actions[:8, 0], noise[:8, 0])
-    return Rollout(obs, actions, rewards, terminated, truncated, ~autoreset[:T])
+    ends = {"terminated": terminated, "truncated": truncated, "valid": ~autoreset[:T]}
+    return Rollout(obs=obs, actions=actions, rewards=rewards, **ends)
 
 
 def scale_rewards(agent: Agent, data: Rollout, args: Args) -> Rollout:

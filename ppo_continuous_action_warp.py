@@ -19,9 +19,8 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
     python ppo_continuous_action_warp.py --env-id Pendulum-v1 --num-envs 256 --num-steps 32 \\
         --hidden 64 64 --total-timesteps 800000  # without engine or GPU; expect -180
 
-Expect 10,000 on HalfCheetah-v4 after a minute on an H100; on a CPU ppo_continuous_action.py is
-several times faster. All is on the device, and no host waits in an iteration: so no --target-kl, no
---compile (a GPU records CUDA graphs), no --anneal-lr (the KL sets the rate), no pixels.
+Expect 10,000 on HalfCheetah-v4 after a minute on an H100 (on a CPU use ppo_continuous_action.py).
+Left out: --target-kl, --compile (a GPU records CUDA graphs), --anneal-lr (the KL sets it), pixels.
 
 In order: Args, agent, algorithm, rollout, train. Below the line after train nothing is PPO.
 """
@@ -117,7 +116,7 @@ class Args:
 
 
 # --- agent ----------------------------------------------------------------------------------------
-class RunningMoments(nn.Module):
+class RunningMeanStd(nn.Module):
     """Mean and variance of all that was seen (Chan, Golub & LeVeque 1979), saved with the agent."""
 
     def __init__(self, shape: tuple[int, ...] = ()):
@@ -169,8 +168,8 @@ class Agent(nn.Module):
             low, high = -torch.ones(outputs), torch.ones(outputs)
         self.register_buffer("action_bias", (low + high) / 2)
         self.register_buffer("action_scale", torch.where(high > low, (high - low) / 2, 1.0))
-        self.obs_moments = RunningMoments((self.dim,))
-        self.return_moments = RunningMoments()
+        self.obs_moments = RunningMeanStd((self.dim,))
+        self.return_moments = RunningMeanStd()
 
     def normalize(self, obs: torch.Tensor) -> torch.Tensor:
         """Observations [..., D] standardized and clipped to +-10 (continuous details 6, 7)."""
@@ -327,9 +326,9 @@ def update(agent: Agent, data: Rollout, args: Args, is_first: bool = False) -> d
         _, logprobs, *_ = agent.get_action_and_value(obs, data.actions)
     ends = data.terminated, data.truncated
     advantages = gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)  # detail 5
-    returns = advantages + values
-    fields = obs, data.actions, logprobs, advantages, returns, values
-    batch = Batch(*[x.flatten(0, 1) for x in fields])  # [B, ...], B = T * N
+    fields = {"obs": obs, "actions": data.actions, "logprobs": logprobs}
+    fields |= {"advantages": advantages, "returns": advantages + values, "values": values}
+    batch = Batch(**{name: x.flatten(0, 1) for name, x in fields.items()})  # [B, ...], B = T * N
 
     results = []  # metrics of each step
     coefficients = copy.copy(args)
@@ -366,7 +365,8 @@ def start(agent: Agent, envs: "DeviceEnvs", args: Args) -> Rollout:
         envs.steps.random_(envs.limit)
     actions = agent.noise(N).repeat(T, 1, 1)
     obs = first_obs.repeat(T + 1, 1, 1)
-    return Rollout(obs, obs[1:].clone(), actions, rewards, ends, ends.clone(), rewards.clone())
+    ends = {"terminated": ends, "truncated": ends.clone(), "discounted": rewards.clone()}
+    return Rollout(obs=obs, next_obs=obs[1:].clone(), actions=actions, rewards=rewards, **ends)
 
 
 @torch.no_grad()

@@ -126,7 +126,7 @@ class Args:
 
 
 # --- agent ----------------------------------------------------------------------------------------
-class RunningMoments(nn.Module):
+class RunningMeanStd(nn.Module):
     """Mean and variance of all that was seen (Chan, Golub & LeVeque 1979), saved with the agent."""
 
     def __init__(self, shape: tuple[int, ...] = ()):
@@ -206,7 +206,7 @@ class Agent(nn.Module):
         self.critic = mlp(dim + 1, args.hid1_mult, 5, 1)
         if not self.discrete:
             self.actor_logvar = nn.Parameter(torch.full((self.outputs,), args.policy_logvar))
-        self.obs_moments = RunningMoments((dim,))
+        self.obs_moments = RunningMeanStd((dim,))
         self.obs_moments.var.zero_()  # so the first episodes' observations are divided by 0.3
         flags = {"kl_targ": args.kl_targ, "beta": args.beta}
         flags = {name: value for name, value in flags.items() if value is not None}
@@ -446,7 +446,8 @@ def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
     with torch.no_grad():
         policy = agent.policy(features)
         logprobs = policy.log_prob(actions)
-    batch = Batch(features, actions, policy, logprobs, advantages, returns)
+    fields = {"features": features, "actions": actions, "policy": policy, "logprobs": logprobs}
+    batch = Batch(advantages=advantages, returns=returns, **fields)
     metrics = fit_policy(agent, batch, args)
     fit_value(agent, batch, args)
     error = returns - values[:-1][data.valid]  # of the values before the fit
@@ -490,7 +491,9 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs", run: "Run", num_episodes: i
             begun += playing[i]
         if len(steps) % 1000 == 0 and time[-1].max() > 100_000:
             raise TimeoutError("100,000 steps, no end: --max-episode-steps 1000")
-    data = Rollout(np.array(obs), np.array(time), *map(np.array, zip(*steps, strict=True)))
+    actions, rewards, terminated, truncated, valid = map(np.array, zip(*steps, strict=True))
+    ends = {"terminated": terminated, "truncated": truncated, "valid": valid}
+    data = Rollout(obs=np.array(obs), time=np.array(time), actions=actions, rewards=rewards, **ends)
     check_actor(agent, act, data.obs[:8, 0], data.time[:8, 0])
     return data
 

@@ -159,7 +159,7 @@ class Obs(dict):
         return self.map(lambda x: torch.as_tensor(x, device=device))
 
 
-class RunningMoments(nn.Module):
+class RunningMeanStd(nn.Module):
     """Mean and variance of all that was seen (Chan, Golub & LeVeque 1979), saved with the agent."""
 
     def __init__(self, shape: tuple[int, ...] = ()):
@@ -318,8 +318,8 @@ class Agent(nn.Module):
         # a deviation for each number, the same in every state (continuous detail 2)
         self.actor_logstd = nn.Parameter(torch.full_like(self.action_scale, self.args.log_std_init))
         standardized = [name for name in shapes if name not in self.codec.bounds]
-        self.moments = nn.ModuleDict({name: RunningMoments(shapes[name]) for name in standardized})
-        self.return_moments = RunningMoments()
+        self.moments = nn.ModuleDict({name: RunningMeanStd(shapes[name]) for name in standardized})
+        self.return_moments = RunningMeanStd()
         self.discounted = np.zeros(1)  # [N], return so far of each episode in training
         self.rng = np.random.default_rng(self.args.seed)  # draws actions and minibatches
 
@@ -724,8 +724,8 @@ def image_axes(space: gym.Space) -> list[int]:
     return [rows, rows + 1, *others]
 
 
-def option_counts(space: gym.Space) -> list[int]:
-    """How many options each choice has."""
+def branches(space: gym.Space) -> list[int]:
+    """How many choices each branch has: a Discrete space is one, a MultiBinary one n of two."""
     if isinstance(space, MultiBinary):
         return [2] * math.prod(space.shape)
     if isinstance(space, Discrete | MultiDiscrete):
@@ -768,7 +768,7 @@ class Codec:
         parts = leaves(action_space, action_space, "action")
         boxes = [(name, part) for name, part, _ in parts if isinstance(part, Box)]
         choices = [(name, part) for name, part, _ in parts if not isinstance(part, Box)]
-        self.sizes = [size for _, part in choices for size in option_counts(part)]  # of each choice
+        self.sizes = [size for _, part in choices for size in branches(part)]  # of each choice
         self.starts = np.cumsum([0, *self.sizes[:-1]])[: len(self.sizes)]  # of its options, of L
         low = np.concatenate([[], *(part.low.ravel() for _, part in boxes)]).clip(-1e30, 1e30)
         high = np.concatenate([[], *(part.high.ravel() for _, part in boxes)]).clip(-1e30, 1e30)

@@ -25,8 +25,7 @@ agent's own observation and number (IPPO: de Witt et al. 2020). Every iteration:
 Expect a team return of -32 over the last 100 episodes of the first (500,000 steps, 3 minutes on one
 CPU core). Left out: memory, a network for each agent, leagues, --compile.
 
-In order: Args, the Agent, the algorithm (gae, ppo_loss, update), rollout, train.
-After train nothing is PPO: spaces, environments, run folder, evaluation, command line.
+In order: Args, agent, algorithm, rollout, train. Below the line after train nothing is PPO.
 """
 
 import atexit
@@ -141,7 +140,7 @@ class Args:
 
 
 # --- agent ----------------------------------------------------------------------------------------
-class RunningMoments(nn.Module):
+class RunningMeanStd(nn.Module):
     """Mean and variance of all that was seen (Chan, Golub & LeVeque 1979), saved with the agent."""
 
     def __init__(self, shape: tuple[int, ...] = ()):
@@ -221,7 +220,7 @@ class Agent(nn.Module):
             self.actor = mlp(self.dim, self.width, gain=0.01)
         if self.roles.boxes:  # a deviation for each dimension, the same in every state
             self.actor_logstd = nn.Parameter(torch.full((self.width,), args.log_std_init))
-        self.value_moments = RunningMoments()
+        self.value_moments = RunningMeanStd()
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))  # of all agents
         self.rng = np.random.default_rng(args.seed)  # draws actions and minibatches
 
@@ -254,33 +253,33 @@ class Agent(nn.Module):
             pixels /= self.roles.image_scale  # (Atari detail 9)
             pixels[:, count:] = rows[:, : self.dim, None, None]
             actor_inputs = critic_inputs = self.trunk(pixels).unflatten(0, inputs.shape[:-1])
-        scores = self.actor(actor_inputs)
+        outputs = self.actor(actor_inputs)
         if not self.roles.boxes:
-            scores = scores.where(inputs[..., self.dim : self.there] > 0, -1e8)
-        return scores, self.critic(critic_inputs).squeeze(-1)
+            outputs = outputs.where(inputs[..., self.dim : self.there] > 0, -1e8)
+        return outputs, self.critic(critic_inputs).squeeze(-1)
 
-    def choose(self, scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    def choose(self, outputs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         """The likeliest (mean) actions [..., B] where `noise` is 0; where it is noise, samples."""
         if self.roles.boxes:
-            return scores + self.actor_logstd.exp() * noise
-        parts = (scores + noise).split(self.roles.choices, dim=-1)
+            return outputs + self.actor_logstd.exp() * noise
+        parts = (outputs + noise).split(self.roles.choices, dim=-1)
         return torch.stack([part.argmax(dim=-1) for part in parts], dim=-1)
 
     def get_action_and_value(self, inputs: torch.Tensor, action: torch.Tensor | None = None):
         """Action [M, B] (sampled unless given), its log-probability [M], entropy [M] and scaled
         value [M] at inputs [M, I]: choices in B branches, or B independent numbers, whose
         log-probabilities add up (MultiDiscrete detail 1). What an agent lacks adds none."""
-        scores, value = self.policy(inputs)
+        outputs, value = self.policy(inputs)
         if action is None:
-            action = self.choose(scores, torch.tensor(self.noise(*scores.shape[:-1])).to(scores))
+            action = self.choose(outputs, torch.tensor(self.noise(*outputs.shape[:-1])).to(outputs))
         if self.roles.boxes:
             has = inputs[..., self.dim : self.there]
             logstd = self.actor_logstd
-            z = (action - scores) * torch.exp(-logstd)
+            z = (action - outputs) * torch.exp(-logstd)
             logprob = (-0.5 * z.square() - logstd - 0.5 * math.log(2.0 * math.pi)) * has
             entropy = (logstd + 0.5 * math.log(2.0 * math.pi * math.e)) * has
             return action, logprob.sum(-1), entropy.sum(-1), value
-        logprobs = [part.log_softmax(-1) for part in scores.split(self.roles.choices, dim=-1)]
+        logprobs = [part.log_softmax(-1) for part in outputs.split(self.roles.choices, dim=-1)]
         choices = zip(logprobs, action.split(1, dim=-1), strict=True)
         logprob = sum(part.gather(-1, choice).squeeze(-1) for part, choice in choices)
         entropy = sum(-(part.exp() * part).sum(dim=-1) for part in logprobs)
@@ -297,12 +296,12 @@ class Agent(nn.Module):
     @torch.no_grad()
     def act_on_rows(self, rows: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
         """`act` from rows [..., W] to actions [..., B] as the networks have them."""
-        scores, _ = self.policy(self.inputs(torch.as_tensor(rows, device=self.steps.device)))
-        noise = torch.as_tensor(0.0 if noise is None else noise).to(scores)
-        return self.choose(scores, noise).cpu().numpy()
+        outputs, _ = self.policy(self.inputs(torch.as_tensor(rows, device=self.steps.device)))
+        noise = torch.as_tensor(0.0 if noise is None else noise).to(outputs)
+        return self.choose(outputs, noise).cpu().numpy()
 
     def noise(self, *shape: int) -> np.ndarray:
-        """Noise for `shape` actions, for choices Gumbel's: the argmax of scores with it samples."""
+        """Noise for `shape` actions, for choices Gumbel's: the argmax of logits with it samples."""
         draw = self.rng.standard_normal if self.roles.boxes else self.rng.gumbel
         return draw(size=(*shape, self.width)).astype(np.float32)
 
@@ -356,8 +355,7 @@ class Batch(NamedTuple):
 
 
 def ppo_loss(agent: Agent, args: Args, batch: Batch):
-    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and its
-    metrics."""
+    """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M], and its metrics."""
     _, logprob, entropy, value = agent.get_action_and_value(batch.inputs, batch.actions)
     logratio = logprob - batch.logprobs
     ratio = logratio.exp()
@@ -411,8 +409,9 @@ def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
         moments.update(returns.cpu().numpy()[data.valid])
         returns = ((returns - moments.mean) / (moments.var + 1e-8).sqrt()).float()
     acts = torch.as_tensor(data.acts, device=device).float()
-    fields = inputs[:-1], actions, logprobs[:-1], advantages, returns, scaled_values[:-1], acts
-    batch = Batch(*[x.flatten(0, 2) for x in fields])  # [B, ...], B = T * N * A
+    fields = {"inputs": inputs[:-1], "actions": actions, "logprobs": logprobs[:-1], "acts": acts}
+    fields |= {"advantages": advantages, "returns": returns, "values": scaled_values[:-1]}
+    batch = Batch(**{name: x.flatten(0, 2) for name, x in fields.items()})  # B = T * N * A
 
     rows = np.flatnonzero(data.valid)  # the rows to learn from
     num_minibatches = min(args.num_minibatches, len(rows) // 2)  # at least two rows in each
@@ -477,7 +476,8 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs", run: "Run", args: Args) -> 
         terminated = (over & ~limit).repeat(A, axis=-1)
         truncated = (over & limit).repeat(A, axis=-1)
         valid = ~autoreset[:T, :, None] & ~waits[:T]
-    return Rollout(obs, actions, rewards, terminated, truncated, acts, valid, waits)
+    ends = {"terminated": terminated, "truncated": truncated, "valid": valid, "waits": waits}
+    return Rollout(obs=obs, actions=actions, rewards=rewards, acts=acts, **ends)
 
 
 def train(args: Args) -> Path:

@@ -266,8 +266,8 @@ def test_rates_fall_to_nothing(script, tmp_path, monkeypatch):
     assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025])
     falls = [0.3, 0.225, 0.15, 0.075] if FALLS[script] else [0.3] * 4
     assert bonuses == pytest.approx(falls)
-    if hasattr(module, "RunningMoments"):
-        monkeypatch.setattr(module.RunningMoments, "update", lambda *_: pytest.fail("it moved"))
+    if hasattr(module, "RunningMeanStd"):
+        monkeypatch.setattr(module.RunningMeanStd, "update", lambda *_: pytest.fail("it moved"))
     args = module.load_checkpoint(tmp_path / "run")["args"]
     args.evaluate, args.eval_episodes, args.env_id = tmp_path / "run", 2, flags["env_id"]
     assert len(module.evaluate(args)) == 2

@@ -95,7 +95,7 @@ def test_the_unit_of_actions():
 
 @pytest.mark.parametrize("script", ["ppo_continuous_action", "ppo_pixels", "ppo_lstm"])
 def test_moments_are_those_of_all_that_was_seen(script):
-    rng, moments = np.random.default_rng(0), importlib.import_module(script).RunningMoments((4,))
+    rng, moments = np.random.default_rng(0), importlib.import_module(script).RunningMeanStd((4,))
     batches = [rng.normal(1000.0, [1e-2, 1, 5, 100], (n, 4)) for n in (1, 7, 93, 5000)]
     for batch in batches:
         moments.update(batch)
