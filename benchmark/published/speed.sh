@@ -11,12 +11,8 @@ now="--no-cuda --compile-from 0" # also in runs as short as these
 one="python ppo.py --env-id CartPole-v1 --learning-rate 2.5e-4 --update-epochs 4 --no-scale-obs --no-scale-rewards $now"
 speed --steps 122880 --command "compiled=$one" --command "eager=$one --no-compile"
 mujoco="--log-std-init 0 --no-scale-actions --clip-vloss --target-kl None --ent-coef 0 $now"
-for env_id in HalfCheetah-v4 Hopper-v4 Humanoid-v4; do
-  one="python ppo_continuous_action.py --env-id $env_id $mujoco"
-  speed --steps 30720 --command "compiled=$one" --command "eager=$one --no-compile"
-done
-speed --steps 49152 --warmup-steps 16384 --output $folder/ppo_continuous_action-HalfCheetah-v4-8envs.csv \
-  --command "compiled=python ppo_continuous_action.py --env-id HalfCheetah-v4 $mujoco --num-envs 8"
+one="python ppo_continuous_action.py --env-id HalfCheetah-v4 $mujoco"
+speed --steps 30720 --command "compiled=$one" --command "eager=$one --no-compile"
 
 # docs/superseded.md: each change of the first study
 now+=" --ent-coef 0 --target-kl None" eight="--num-envs 8 --num-steps 256" one="python ppo_continuous_action.py"
@@ -27,9 +23,6 @@ for name in floor-0.01 kl-rate value-epochs fresh-advantages state-std least-std
   changes+=(--command "$name=python $(benchmark/published/changed.sh $name) $now")
 done
 speed --no-sb3 --no-bare --steps 163840 --output $folder/what_matters-changes.csv "${changes[@]}"
-
-kl="python ppo_kl_adaptive.py --env-id HalfCheetah-v4 --episodes-per-batch 5 --no-cuda"
-speed --steps 40000 --warmup-steps 10000 --command "1_environment=$kl" --command "5_environments=$kl --num-envs 5"
 
 cma="python ppo_cma.py --env-id Humanoid-v4 --no-cuda"
 speed --no-sb3 --steps 64000 --warmup-steps 32000 --command "1_environment=$cma" --command "4_environments=$cma --num-envs 4"
@@ -44,6 +37,3 @@ speed --no-sb3 --steps 4096 --warmup-steps 1024 --output $folder/ppo_atari_multi
 # memory of long iterations
 speed --rounds 1 --no-sb3 --no-bare --steps 128000 --warmup-steps 320000 --command "$cma" \
   --output $folder/ppo_cma-Humanoid-v4-memory.csv
-long="python ppo_continuous_action.py --env-id Humanoid-v4 $mujoco --num-steps 32000 --update-epochs 1"
-speed --rounds 1 --no-bare --steps 64000 --warmup-steps 32000 --command "eager=$long --no-compile" \
-  --command "compiled=$long" --output $folder/ppo_continuous_action-Humanoid-v4-32k.csv
