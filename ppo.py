@@ -608,7 +608,7 @@ class Envs:
         for i in range(len(self.envs)):
             number, _, actions = episodes[indices[i]] if episodes else (0, 0.0, [])
             self.begin(i, number)
-            for action in actions:
+            for action in tqdm(actions, "replay", disable=len(actions) < 100_000):
                 self.play(i, env_actions(self.action_space, action)[0])
         self.obs = np.stack(self.rows)  # [N, D], perhaps followed by masks
 

@@ -574,3 +574,17 @@ def test_observations_of_another_shape_are_played_again(script, tmp_path, monkey
     assert all(torch.equal(x, odd[name]) for name, x in plain.items())
     before = train(script, tmp_path / "cut", iterations=2)["iteration"]
     assert resume(script, tmp_path / "cut", "--total-timesteps 200")["iteration"] > before
+
+
+@pytest.mark.parametrize("script", ["ppo", "ppo_continuous_action", "ppo_pixels", "ppo_lstm"])
+def test_a_long_replay_has_a_bar(script, capsys):
+    """Of the steps of an endless episode, when a run is resumed."""
+
+    class Actions(list):
+        __iter__ = lambda _: iter(())  # noqa: E731
+
+    module = importlib.import_module(script)
+    args = module.Args(env_id="CartPole-v1" if script == "ppo" else "Pendulum-v1")
+    for length in (99_999, 100_000):
+        module.Envs(args, range(1), [(0, 0.0, Actions([0] * length))]).close()
+        assert ("replay:" in capsys.readouterr().err) == (length == 100_000)
