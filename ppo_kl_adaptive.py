@@ -661,7 +661,7 @@ class Envs:
         for i, env in enumerate(self.envs):
             number, _, actions = episodes[indices[i]] if episodes else (0, 0.0, [])
             self.begin(i, number)
-            for action in actions:
+            for action in tqdm(actions, "replay", disable=len(actions) < 100_000):
                 obs, _, *ended, _ = env.step(env_actions(self.action_space, action)[0])
                 self.obs[i] = np.reshape(obs, self.observation_space.shape)
                 self.autoreset[i] = any(ended)
