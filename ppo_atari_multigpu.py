@@ -188,8 +188,8 @@ class Agent(nn.Module):
     @torch.no_grad()
     def act(self, obs: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
         """Greedy actions [N] at bytes [N, 4, 84, 84] or, given Gumbel noise [N, A], samples."""
-        policy, _ = self.policy(torch.as_tensor(obs, device=self.actor.bias.device))
-        return (policy.cpu().numpy() + np.float32(0 if noise is None else noise)).argmax(axis=-1)
+        logprobs, _ = self.policy(torch.as_tensor(obs, device=self.actor.bias.device))
+        return (logprobs.cpu().numpy() + np.float32(0 if noise is None else noise)).argmax(axis=-1)
 
 
 # --- algorithm ------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch, moments: torch.Tensor):
 
 
 def minibatch_grad(agent: Agent, args: Args, batch: Batch, moments: torch.Tensor):
-    """Names of the metrics; this process's shares of gradient and metrics, one vector [P + 6]."""
+    """Names of the metrics; this process's gradient and metrics, one vector for one all-reduce."""
     loss, metrics = ppo_loss(agent, args, batch, moments)
     trainable = [p for p in agent.parameters() if p.requires_grad]
     grads = torch.autograd.grad(loss, trainable, materialize_grads=True)
@@ -332,9 +332,10 @@ def update(agent: Agent, data: Rollout, args: Args, iteration: int, gradient=min
             break
     means = torch.stack(results).mean(dim=0).tolist()
     metrics = {f"losses/{name}": mean for name, mean in zip(names, means, strict=True)}
-    _, error, _ = world_moments(batch.advantages, batch.weights, [slice(None)])[0]  # of R - V
-    _, scale, _ = world_moments(batch.returns, batch.weights, [slice(None)])[0]  # of R
-    metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-6)).square().item()
+    _, error_std, _ = world_moments(batch.advantages, batch.weights, [slice(None)])[0]  # R - V
+    _, return_std, _ = world_moments(batch.returns, batch.weights, [slice(None)])[0]
+    unexplained = (error_std / return_std.clamp(min=1e-6)).square()
+    metrics["losses/explained_variance"] = 1.0 - unexplained.item()
     return metrics
 
 
@@ -355,12 +356,12 @@ class Buffers(NamedTuple):
 def acting_step(agent: Agent, buffers: Buffers) -> torch.Tensor:
     """Actions [N] at the present observations; both become the rollout's next row."""
     t = buffers.t
-    policy, values = agent.policy(buffers.now)
+    logprobs, values = agent.policy(buffers.now)
     # the argmax with Gumbel noise is a sample of the policy
-    actions = (policy + buffers.noise[t].squeeze(0)).argmax(dim=-1)
+    actions = (logprobs + buffers.noise[t].squeeze(0)).argmax(dim=-1)
     buffers.obs[t] = buffers.now
     buffers.actions[t] = actions
-    buffers.logprobs[t] = policy.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+    buffers.logprobs[t] = logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
     buffers.values[t] = values
     t += 1
     return actions
@@ -372,7 +373,7 @@ def rollout(agent: Agent, envs: "Envs", buffers: Buffers, run: "Run", args: Args
     T = args.num_steps
     N = len(envs.obs)
     rewards = np.zeros((T, N))  # clipped
-    raw_rewards = np.zeros((T + 1, N))  # not clipped
+    raw_rewards = np.zeros((T + 1, N))  # not clipped; row T fits world_columns
     terminated = np.zeros((T, N), bool)
     truncated = np.zeros((T, N), bool)
     autoreset = np.zeros((T + 1, N), bool)  # rows whose step ignores its action, and resets
@@ -581,7 +582,7 @@ def world_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def world_columns(args: Args, device: torch.device, *arrays: np.ndarray) -> np.ndarray:
-    """Arrays [T, N] of this process's environments as those of all: [arrays, T, --num-envs]."""
+    """Arrays [rows, N] of this process as those of all: [arrays, rows, --num-envs]."""
     columns = np.zeros((len(arrays), len(arrays[0]), args.num_envs))
     columns[:, :, rank_slice(args)] = arrays
     return world_sum(torch.as_tensor(columns, device=device)).cpu().numpy()

@@ -87,7 +87,7 @@ class Args:
     env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
     max_episode_steps: int | None = None  # truncate episodes after that many steps
     num_envs: int = 1  # environments played side by side; their whole episodes are pooled
-    env_workers: int = 0  # processes for the environments; 0: the main process
+    env_workers: int = 0  # processes for num_envs > 1; 0: the main process
     action_repeat: int = 2  # steps for which an action is held; their rewards are summed
 
     # Algorithm
@@ -181,7 +181,7 @@ class Agent(nn.Module):
         self.mean_net = MLP(dim, len(low) if self.cma else 2 * len(low), self.generator)
         self.var_net = MLP(dim, len(low), self.generator) if self.cma else self.mean_net
         self.critic = MLP(dim + 1, 1, self.generator)
-        self.time_unit = 0.001 if args.gamma > 0.0 else 0.0
+        self.time_unit = 0.001 if args.gamma > 0.0 else 0.0  # as the original
         self.history = []  # (obs, actions, advantages) of the last iterations
 
     def mean(self, obs: torch.Tensor) -> torch.Tensor:
@@ -269,9 +269,9 @@ def mean_loss(actions, advantages, mean, logvar, mean_old, mirror: bool) -> torc
     return loss
 
 
-def ppo_loss(actions, advantages, mean, logvar, log_density_old, clip_coef, ent_coef):
+def ppo_loss(actions, advantages, mean, logvar, logprobs_old, clip_coef, ent_coef):
     """The clipped surrogate (Schulman et al. 2017, eq. 7) and the entropy bonus, for comparison."""
-    ratio = torch.exp(log_density(actions, mean, logvar) - log_density_old)
+    ratio = torch.exp(log_density(actions, mean, logvar) - logprobs_old)
     clipped = torch.clamp(ratio, 1.0 - clip_coef, 1.0 + clip_coef)
     surrogate = torch.minimum(ratio * advantages, clipped * advantages).mean()
     return -surrogate - ent_coef * 0.5 * logvar.sum(-1).mean()
@@ -367,7 +367,7 @@ def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
 
         metrics |= fit("variance", adam, minibatches, past_loss)
     logvar = agent.logvar(obs).detach()
-    density_old = log_density(actions, mean_old, logvar)
+    logprobs_old = log_density(actions, mean_old, logvar)
 
     # then the mean, from this iteration, with the variance just learned; or else mean and variance
     def policy_loss(i: torch.Tensor) -> torch.Tensor:
@@ -378,7 +378,7 @@ def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
             return mean_loss(a, advantage, mean, logvar[i], mean_old[i], args.mode == "ppo-cma-m")
         policy = mean, agent.logvar(obs[i])
         if args.mode == "ppo":
-            return ppo_loss(a, advantage, *policy, density_old[i], args.clip_coef, args.ent_coef)
+            return ppo_loss(a, advantage, *policy, logprobs_old[i], args.clip_coef, args.ent_coef)
         return -(advantage * log_density(a, *policy)).mean()  # pg, pg-pos
 
     minibatches = torch.randint(len(obs), shape, generator=agent.generator).to(device)
@@ -433,9 +433,9 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs", run: "Run", args: Args) -> 
     run.log_rollout(rewards, steps, episodes)  # rewards changed later are learned, not logged
     fields = {"obs": obs, "actions": actions, "rewards": rewards, "ended": ended, "noise": noise}
     fields = {k: np.concatenate([x[episode] for episode in episodes]) for k, x in fields.items()}
-    check_actor(agent, fields["obs"][:8], fields["actions"][:8], fields.pop("noise")[:8])
-    data = Rollout(**fields)
-    return data
+    noise = fields.pop("noise")
+    check_actor(agent, fields["obs"][:8], fields["actions"][:8], noise[:8])
+    return Rollout(**fields)
 
 
 def train(args: Args) -> Path:

@@ -81,7 +81,7 @@ class Args:
     env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
     max_episode_steps: int | None = None  # truncate episodes after that many steps
     num_envs: int = 1  # environments played side by side
-    env_workers: int = 0  # processes (EnvPool: threads) for the environments; 0: the main process
+    env_workers: int = 0  # processes (EnvPool: threads) for num_envs > 1; 0: the main process
 
     # Algorithm
     total_timesteps: int = 1_000_000  # steps in all environments, rounded down to iterations
@@ -247,7 +247,7 @@ class Batch(NamedTuple):
 
 def ppo_loss(agent: Agent, args: Args, batch: Batch):
     """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and its
-    metrics. `args` is as `update` gives it: a schedule's fraction is a tensor there."""
+    metrics. `args` is as `update` gives it: its floats may be tensors."""
     _, logprob, entropy, value = agent.get_action_and_value(batch.obs, batch.actions)
     logratio = logprob - batch.logprobs
     ratio = logratio.exp()
@@ -295,7 +295,7 @@ def adam_step(agent: Agent, adam: dict, learning_rate, grad: torch.Tensor):
 
 
 def minibatch_step(agent: Agent, adam: dict, args: Args, batch: Batch, rows: torch.Tensor):
-    """Learn from rows [M] of the batch: loss, gradient, clipping, Adam; gives metrics."""
+    """Learn from rows [M] of the batch; gives the names of metrics, and their values."""
     loss, metrics = ppo_loss(agent, args, Batch(*[x[rows] for x in batch]))
     trainable = [p for p in agent.parameters() if p.requires_grad]
     grads = iter(torch.autograd.grad(loss, trainable, materialize_grads=True))
@@ -332,7 +332,7 @@ def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step) -> dict
     if num_minibatches == 0:  # nothing to learn from
         return {}
     results = []  # metrics of each step
-    coefficients = as_tensors(args, device)  # whose changes a compiled step follows
+    coefficients = as_tensors(args, device)  # a compiled step would keep floats
     for _ in range(args.update_epochs):
         order = torch.as_tensor(agent.rng.permutation(rows), device=device)
         if args.rpo_alpha:  # Rahman & Xue 2023, algorithm 1: shifted actions are shifted means
@@ -411,6 +411,7 @@ def train(args: Args) -> Path:
         agent.discounted = np.array(checkpoint.get("discounted", [0.0]))
     step = compile_step(agent, args)
     with contextlib.closing(envs), Run(args, checkpoint, here) as run, stop_signals() as signals:
+        run.bar.write(f"on {device}")
         save(run, agent)
         while run.iteration < args.num_iterations and not signals:
             remaining = 1.0 - run.iteration / args.num_iterations
@@ -514,10 +515,10 @@ def compile_step(agent: Agent, args: Args):
     if any(p._backward_hooks for p in agent.parameters()):
         raise RuntimeError("a compiled step calls no hooks on gradients: --no-compile")
     options = {"cpp.vec_isa_ok": True, "cpp.use_decompose_tanh": True}  # compiles and runs faster
-    options["cpp_wrapper"] = agent.adam["steps"].is_cpu
+    options["cpp_wrapper"] = agent.adam["steps"].is_cpu  # kernels are called from C++
     try:
         torch.compiler.reset()  # forget what was compiled for another agent
-        torch._dynamo.config.trace_autograd_ops = True
+        torch._dynamo.config.trace_autograd_ops = True  # the gradient, too
         torch.compile(lambda x: x + 1, options=options)(agent.adam["steps"])
     except Exception as error:  # whatever a missing, old or broken compiler raises
         print(f"--compile: no working compiler ({type(error).__name__}), going on eagerly")

@@ -81,7 +81,7 @@ class Args:
 
     # Algorithm
     total_timesteps: int = 100_000_000  # steps in all environments, rounded down to iterations
-    learning_rate: float = 1e-3  # Adam's learning rate in the first iteration
+    learning_rate: float = 1e-3  # Adam's first one; --desired-kl moves it in 1e-5 ... 1e-2
     num_steps: int = 24  # steps in each environment per iteration
     desired_kl: float = 0.01  # the learning rate follows the KL of the policies; 0: it does not
     gamma: float = 0.99  # discount factor
@@ -241,7 +241,7 @@ class Batch(NamedTuple):
 
 def ppo_loss(agent: Agent, args: Args, batch: Batch):
     """The clipped objective (Schulman et al. 2017, eq. 9) of a minibatch [M, ...], and its
-    metrics. `args` is as `update` gives it: a schedule's fraction is a tensor there."""
+    metrics. `args` is as `update` gives it: its floats may be tensors."""
     _, logprob, entropy, value = agent.get_action_and_value(batch.obs, batch.actions)
     logratio = logprob - batch.logprobs
     ratio = logratio.exp()
@@ -289,7 +289,7 @@ def adam_step(agent: Agent, adam: dict, learning_rate, grad: torch.Tensor):
 
 
 def minibatch_step(agent: Agent, adam: dict, args: Args, batch: Batch, rows: torch.Tensor):
-    """Learn from rows [M] of the batch: loss, gradient, clipping, Adam; gives metrics."""
+    """Learn from rows [M] of the batch; gives the names of metrics, and their values."""
     loss, metrics = ppo_loss(agent, args, Batch(*[x[rows] for x in batch]))
     trainable = [p for p in agent.parameters() if p.requires_grad]
     grads = iter(torch.autograd.grad(loss, trainable, materialize_grads=True))
@@ -373,17 +373,17 @@ def start(agent: Agent, envs: "DeviceEnvs", args: Args) -> Rollout:
 def rollout(agent: Agent, envs: "DeviceEnvs", data: Rollout, args: Args):
     """Fill the rollout with `num_steps` steps in every environment, from where its last row stopped
     (detail 1). All is written in place: a CUDA graph can hold it."""
-    obs, next_obs, actions, rewards, terminated, truncated, discounted = data
-    obs[0] = obs[-1]
-    total = discounted[-1].masked_fill(terminated[-1] | truncated[-1], 0.0)
+    data.obs[0] = data.obs[-1]
+    total = data.discounted[-1].masked_fill(data.terminated[-1] | data.truncated[-1], 0.0)
     for t in range(args.num_steps):
-        actions[t] = agent.act(obs[t], agent.noise(args.num_envs))
-        clipped = actions[t].clamp(envs.low, envs.high)  # (continuous detail 5)
-        next_obs[t], rewards[t], terminated[t], truncated[t] = envs.step(clipped)
-        ended = terminated[t] | truncated[t]
-        obs[t + 1] = torch.where(ended[:, None], envs.reset(ended), next_obs[t])
-        discounted[t] = args.gamma * total + rewards[t]
-        total = discounted[t].masked_fill(ended, 0.0)
+        data.actions[t] = agent.act(data.obs[t], agent.noise(args.num_envs))
+        clipped = data.actions[t].clamp(envs.low, envs.high)  # (continuous detail 5)
+        data.next_obs[t], data.rewards[t], *ends = envs.step(clipped)
+        data.terminated[t], data.truncated[t] = ends
+        ended = data.terminated[t] | data.truncated[t]
+        data.obs[t + 1] = torch.where(ended[:, None], envs.reset(ended), data.next_obs[t])
+        data.discounted[t] = args.gamma * total + data.rewards[t]
+        total = data.discounted[t].masked_fill(ended, 0.0)
 
 
 def train(args: Args) -> Path:

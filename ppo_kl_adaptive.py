@@ -87,7 +87,7 @@ class Args:
     env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
     max_episode_steps: int | None = None  # truncate episodes after that many steps
     num_envs: int = 1  # environments played side by side; their whole episodes are pooled
-    env_workers: int = 0  # processes for the environments; 0: the main process
+    env_workers: int = 0  # processes for num_envs > 1; 0: the main process
 
     # Algorithm
     total_timesteps: int = 1_000_000  # steps of the whole run; the last iteration may overshoot
@@ -102,7 +102,7 @@ class Args:
     learning_rate: float | None = None  # the policy's; default 9e-4 / sqrt(second layer's units)
     value_learning_rate: float | None = None  # default 1e-2 / sqrt(second layer's units)
     servo: Literal["coady", "schulman", "fixed", "learning-rate"] = "coady"  # how to hold the KL
-    kl_targ: Annotated[float | None, arg(aliases=["-k"])] = None  # d: coady's 0.003, others 0.01
+    kl_targ: Annotated[float | None, arg(aliases=["-k"])] = None  # d: 0.003; others 0.01; fixed: no
     beta: float | None = None  # initial weight of the KL penalty; 1 or, with learning-rate, 0
     bootstrap_truncation: bool = False  # departure: the value after a time limit is not 0
     lambda_returns: bool = False  # departure: the value function learns advantages + values
@@ -347,6 +347,7 @@ def ppo_loss(agent: Agent, batch: Batch):
 def advantages_and_returns(data: Rollout, values: np.ndarray, args: Args):
     """Advantages and targets of the value function [T, N], given values [T + 1, N]. The value after
     an episode's last step is 0, unless a time limit is to bootstrap."""
+    # as Coady: so returns have the size of a reward
     rewards = data.rewards * (1.0 - args.gamma if args.gamma < 0.999 else 1.0)
     terminated = data.terminated
     if not args.bootstrap_truncation:
@@ -354,13 +355,10 @@ def advantages_and_returns(data: Rollout, values: np.ndarray, args: Args):
     # discounted sums of rewards: the GAE at lambda = 1 of values that are 0 but after a time limit
     last_values = np.zeros_like(values)
     last_values[1:] = np.where(data.truncated, values[1:], 0.0)
-    both = np.stack([values, last_values], axis=-1)  # [T + 1, N, 2]
-    arrays = rewards, terminated, data.truncated
-    rewards, terminated, truncated = (x[..., None] for x in arrays)
-    lambdas = np.array([args.gae_lambda, 1.0])
-    sums = gae(rewards, both, terminated, truncated, args.gamma, lambdas)  # [T, N, 2]
-    advantages = sums[..., 0]
-    return advantages, advantages + values[:-1] if args.lambda_returns else sums[..., 1]
+    ends = terminated, data.truncated
+    advantages = gae(rewards, values, *ends, args.gamma, args.gae_lambda)
+    returns = gae(rewards, last_values, *ends, args.gamma, 1.0)
+    return advantages, advantages + values[:-1] if args.lambda_returns else returns
 
 
 def optimizers(agent: Agent, args: Args) -> tuple[torch.optim.Adam, torch.optim.Adam]:

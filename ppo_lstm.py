@@ -87,8 +87,8 @@ class Args:
     env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"continuous": false}'
     max_episode_steps: int | None = None  # truncate episodes after that many steps
     num_envs: int = 8  # environments played side by side
-    env_workers: int = 0  # processes (EnvPool: threads) for the environments; 0: the main process
-    frame_stack: int = 0  # images seen at once, the newest last; 0: 4 for ALE/..., or else 1
+    env_workers: int = 0  # processes (EnvPool: threads) for num_envs > 1; 0: the main process
+    frame_stack: int = 0  # images (not vectors) seen at once; 0: 4 for ALE/..., or else 1
     resize: str = ""  # height and width of images, as 60x80; default: the shorter is 96 at most
     grayscale: bool = False  # grey instead of red, green and blue
     action_repeat: int = 0  # steps an action is held; 0: 4 for ALE/..., or else 1
@@ -369,14 +369,14 @@ class Agent(nn.Module):
         return torch.cat([ones, numbers, torch.ones_like(action[..., :1])], dim=-1)
 
     def policy(self, obs: Obs, state: torch.Tensor, episode_starts=None, action=None):
-        """The policy, V [B], and the states after a row."""
+        """The policy, V [B] and, of single rows, the memories' states after them."""
         *states, last_action = state.split(self.state_sizes, dim=-1)
         if episode_starts is not None:
             obs = obs.map(lambda x: x.flatten(0, 1))
             actions = [last_action.unsqueeze(1), self.action_input(action)[:, :-1]]
             cleared = episode_starts.unsqueeze(-1).to(state.device)
             last_action = torch.cat(actions, dim=1).masked_fill(cleared, 0.0)  # [N, T, A]
-        outputs = []  # of the memories of policy and value function, [B, H]
+        outputs = []  # of the memories of policy and value function, [B, H]; one may serve both
         for k, (memory, x) in enumerate(zip(self.memories, self.features(obs), strict=False)):
             rows = torch.cat([x.view(*last_action.shape[:-1], -1), last_action], dim=-1)
             if episode_starts is None:
@@ -417,8 +417,8 @@ class Agent(nn.Module):
 
     def get_action_and_value(self, obs, state, episode_starts=None, action=None, noise=None):
         """Action [B, K + M] (sampled, by this noise, unless given), log-probability, entropy, value
-        [B]: independent parts, which add up (MultiDiscrete detail 1, continuous details 1, 3). And
-        the state after it."""
+        [B]: independent parts, which add up (MultiDiscrete detail 1, continuous details 1, 3). And,
+        if it is sampled for single rows, the state after it."""
         policy, value, next_state = self.policy(obs, state, episode_starts, action)
         if action is None:
             noise = self.noise(len(policy.mean)) if noise is None else noise
@@ -583,7 +583,7 @@ def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
     scale = returns[data.valid].var()  # variance of R
     metrics["losses/explained_variance"] = 1.0 - (error / scale.clamp(min=1e-12)).item()
     if len(agent.action_scale):
-        metrics["charts/policy_std"] = agent.actor_logstd.exp().mean().item()
+        metrics["charts/policy_std"] = (agent.actor_logstd.exp() * agent.action_scale).mean().item()
     return metrics
 
 
@@ -609,8 +609,8 @@ def rollout(agent: Agent, envs, state: torch.Tensor, run: "Run", args: Args):
     first_state = state
     for t in range(T):
         now = envs.obs.to(device)
-        for rows, x in zip(obs.values(), now.values(), strict=True):
-            rows[t] = x
+        for name, x in now.items():
+            obs[name][t] = x
         autoreset[t] = envs.autoreset
         new_game[t] = getattr(envs, "new_game", envs.autoreset)
         outputs = agent.get_action_and_value(now, state, noise=noise[t])
@@ -619,13 +619,13 @@ def rollout(agent: Agent, envs, state: torch.Tensor, run: "Run", args: Args):
         rewards[t], terminated[t], truncated[t] = envs.step(actions[t].cpu().numpy())
         raw_rewards[t] = getattr(envs, "raw_rewards", rewards[t])
     last = envs.obs.to(device)
-    for rows, x in zip(obs.values(), last.values(), strict=True):
-        rows[T] = x
+    for name, x in last.items():
+        obs[name][T] = x
     values[T] = agent.get_value(last, state)
     autoreset[T] = envs.autoreset
     new_game[T] = getattr(envs, "new_game", envs.autoreset)
     run.log_rollout(actions.cpu().numpy(), raw_rewards, autoreset, new_game)
-    # an episode starts in the row after one that ended the last, but not before the first row
+    # an episode starts in the row after autoreset's, but not before the first row
     starts = torch.tensor(np.concatenate([np.zeros((1, N), bool), autoreset[: T - 1]]))
     ends = {"terminated": terminated, "truncated": truncated, "valid": ~autoreset[:T]}
     chosen = {"actions": actions, "logprobs": logprobs, "values": values, "rewards": rewards}

@@ -89,9 +89,9 @@ class Args:
     env_id: str = "mpe2.simple_speaker_listener_v4"  # or sisl/pursuit_v5, your module:function
     env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
     num_envs: int = 16  # environments played side by side
-    env_workers: int = 0  # processes for the environments; 0: the main process
+    env_workers: int = 0  # processes for num_envs > 1; 0: the main process
     max_episode_steps: int | None = None  # truncate episodes after that many steps
-    frame_stack: int = 0  # images seen at once, the newest last; 0: 4 for Atari, or else 1
+    frame_stack: int = 0  # images (not vectors) seen at once; 0: 4 for Atari, or else 1
     action_repeat: int = 0  # steps an action is held; 0: 4 for Atari, or else 1
     agent_id: bool = True  # agents see their number, one-hot; turn it off for dozens that are alike
     action_masks: bool = True  # actions that the environment marks as invalid get probability 0
@@ -201,25 +201,24 @@ class Agent(nn.Module):
         args = args or Args()
         self.roles = Roles(env.observation_space, env.action_space, args)
         self.critic_kind = args.critic
-        self.value_norm = args.value_norm
-        if self.value_norm is None:
-            self.value_norm = args.team_reward or args.critic != "local"
+        auto = args.team_reward or args.critic != "local"
+        self.value_norm = auto if args.value_norm is None else args.value_norm
         num_agents, num_ids = self.roles.ids.shape
-        self.dim = self.roles.mask  # of an agent's observation and number
-        self.there = self.roles.there
-        self.width = self.there - self.dim  # C
+        self.actor_dim = self.roles.mask  # of an agent's observation and number
+        self.outputs = self.roles.there - self.actor_dim  # C
         joint = num_agents * (self.roles.dim + 1) + num_ids
         frames, height, width, channels = self.roles.image_shape
         if frames:
-            self.trunk = nature_network(height, width, frames * channels + self.dim)
+            self.trunk = nature_network(height, width, frames * channels + self.actor_dim)
             self.critic = layer_init(nn.Linear(512, 1), gain=1.0)
-            self.actor = layer_init(nn.Linear(512, self.width), gain=0.01)
+            self.actor = layer_init(nn.Linear(512, self.outputs), gain=0.01)
         else:
             self.trunk = None  # two networks (detail 13)
-            self.critic = mlp(joint if args.critic == "concatenated" else self.dim, 1, gain=1.0)
-            self.actor = mlp(self.dim, self.width, gain=0.01)
+            critic_dim = joint if args.critic == "concatenated" else self.actor_dim
+            self.critic = mlp(critic_dim, 1, gain=1.0)
+            self.actor = mlp(self.actor_dim, self.outputs, gain=0.01)
         if self.roles.boxes:  # a deviation for each dimension, the same in every state
-            self.actor_logstd = nn.Parameter(torch.full((self.width,), args.log_std_init))
+            self.actor_logstd = nn.Parameter(torch.full((self.outputs,), args.log_std_init))
         self.value_moments = RunningMeanStd()
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))  # of all agents
         self.rng = np.random.default_rng(args.seed)  # draws actions and minibatches
@@ -229,33 +228,33 @@ class Agent(nn.Module):
         for the actor and, behind them, what the critic sees. With images, the rows."""
         if self.trunk is not None:
             return obs
-        critic_inputs = obs[..., : self.dim]
+        critic_inputs = obs[..., : self.actor_dim]
         if self.critic_kind == "concatenated":  # all observations, who is there, whose value it is
             vectors, number = critic_inputs.tensor_split([self.roles.dim], dim=-1)
-            joint = torch.cat([vectors.flatten(-2), obs[..., self.there]], dim=-1)
+            joint = torch.cat([vectors.flatten(-2), obs[..., self.roles.there]], dim=-1)
             joint = joint.unsqueeze(-2).expand(*obs.shape[:-1], -1)
             critic_inputs = torch.cat([joint, number], dim=-1)
-        return torch.cat([obs[..., : self.there], critic_inputs], dim=-1)
+        return torch.cat([obs[..., : self.roles.there], critic_inputs], dim=-1)
 
     def policy(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores of choices, or means of a Box's dimensions [..., C], and scaled values [...] at
+        """Logits of choices, or means of a Box's dimensions [..., C], and scaled values [...] at
         inputs [..., I]. A number, and all else beside an image, are planes of it (Gupta 2017)."""
-        actor_inputs = inputs[..., : self.dim]
-        critic_inputs = inputs[..., self.there :]
+        actor_inputs = inputs[..., : self.actor_dim]
+        critic_inputs = inputs[..., self.roles.there :]
         if self.trunk is not None:
             rows = inputs.flatten(0, -2)
-            images = rows[:, self.there + 2 :].unflatten(1, self.roles.image_shape)
+            images = rows[:, self.roles.pixels :].unflatten(1, self.roles.image_shape)
             images = images.movedim(4, 2).flatten(1, 2)  # [B, K, H, W]
             count = images.shape[1]
-            shape = len(rows), count + self.dim, *images.shape[2:]
+            shape = len(rows), count + self.actor_dim, *images.shape[2:]
             pixels = torch.empty(shape, device=rows.device, memory_format=torch.channels_last)
             pixels[:, :count] = images
             pixels /= self.roles.image_scale  # (Atari detail 9)
-            pixels[:, count:] = rows[:, : self.dim, None, None]
+            pixels[:, count:] = rows[:, : self.actor_dim, None, None]
             actor_inputs = critic_inputs = self.trunk(pixels).unflatten(0, inputs.shape[:-1])
         outputs = self.actor(actor_inputs)
         if not self.roles.boxes:
-            outputs = outputs.where(inputs[..., self.dim : self.there] > 0, -1e8)
+            outputs = outputs.where(inputs[..., self.actor_dim : self.roles.there] > 0, -1e8)
         return outputs, self.critic(critic_inputs).squeeze(-1)
 
     def choose(self, outputs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -273,7 +272,7 @@ class Agent(nn.Module):
         if action is None:
             action = self.choose(outputs, torch.tensor(self.noise(*outputs.shape[:-1])).to(outputs))
         if self.roles.boxes:
-            has = inputs[..., self.dim : self.there]
+            has = inputs[..., self.actor_dim : self.roles.there]
             logstd = self.actor_logstd
             z = (action - outputs) * torch.exp(-logstd)
             logprob = (-0.5 * z.square() - logstd - 0.5 * math.log(2.0 * math.pi)) * has
@@ -303,7 +302,7 @@ class Agent(nn.Module):
     def noise(self, *shape: int) -> np.ndarray:
         """Noise for `shape` actions, for choices Gumbel's: the argmax of logits with it samples."""
         draw = self.rng.standard_normal if self.roles.boxes else self.rng.gumbel
-        return draw(size=(*shape, self.width)).astype(np.float32)
+        return draw(size=(*shape, self.outputs)).astype(np.float32)
 
 
 # --- algorithm ------------------------------------------------------------------------------------
@@ -411,7 +410,7 @@ def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
     acts = torch.as_tensor(data.acts, device=device).float()
     fields = {"inputs": inputs[:-1], "actions": actions, "logprobs": logprobs[:-1], "acts": acts}
     fields |= {"advantages": advantages, "returns": returns, "values": scaled_values[:-1]}
-    batch = Batch(**{name: x.flatten(0, 2) for name, x in fields.items()})  # B = T * N * A
+    batch = Batch(**{name: x.flatten(0, 2) for name, x in fields.items()})  # M = T * N * A
 
     rows = np.flatnonzero(data.valid)  # the rows to learn from
     num_minibatches = min(args.num_minibatches, len(rows) // 2)  # at least two rows in each
@@ -465,8 +464,8 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs", run: "Run", args: Args) -> 
     over = autoreset[1:, :, None]  # [T, N, 1], the step ended an episode
     # rewards changed later are learned, not logged
     run.log_rollout(agent.roles.names, actions, rewards, autoreset)
-    acts = obs[:T, ..., agent.dim : agent.there].any(axis=-1)
-    waits = obs[..., agent.there + 1] > 0
+    acts = obs[:T, ..., agent.actor_dim : agent.roles.there].any(axis=-1)
+    waits = obs[..., agent.roles.waits] > 0
     valid = acts
     if is_ale(args.env_id):  # (Atari detail 6)
         rewards = np.sign(rewards)
@@ -586,7 +585,9 @@ class Roles:
         self.dim = max(self.sizes)  # D
         self.mask = self.dim + ids  # where in a row the mask begins
         self.there = self.mask + self.has.shape[1]
-        self.width = self.there + 2 + math.prod(self.image_shape)  # W
+        self.waits = self.there + 1
+        self.pixels = self.there + 2  # where an image begins
+        self.width = self.pixels + math.prod(self.image_shape)  # W
         self.dtype = np.uint8 if self.dim == 0 and images[0].dtype == np.uint8 else np.float32
 
     def row(self, name: str, observation, info: dict) -> np.ndarray:
@@ -805,10 +806,10 @@ class Envs:
                 valid = rows[k, roles.mask : roles.there]
                 if name not in living or waits_for not in (None, name):
                     valid[:] = 0.0
-                rows[k, roles.there + 1] = name in living and not valid.any()
+                rows[k, roles.waits] = name in living and not valid.any()
         if self.lengths[i]:  # the images before, and one that is new
             size = math.prod(roles.image_shape[1:])
-            past = slice(roles.there + 2, roles.width - size)
+            past = slice(roles.pixels, roles.width - size)
             rows[:, past] = self.rows[i][:, past.start + size :]
         return rows
 
