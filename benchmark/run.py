@@ -123,10 +123,13 @@ class Work:
         with open(path, "a") as log:
             log.write(f"$ {shlex.join(words)}\n")
             log.flush()
+            # Slurm warns all processes of a job: the program inherits that it does not listen
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
             self.process = subprocess.Popen(
                 executable(words), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables,
                 start_new_session=True, pass_fds=[self.lock.fileno()],
             )  # fmt: skip
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
             if self.stopped:
                 self.process.terminate()
             code = self.process.wait()
@@ -178,7 +181,8 @@ class Work:
         from submitit.helpers import DelayedSubmission
 
         self.stop()
-        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ChildProcessError):  # it has just ended
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
         return DelayedSubmission(Work(self.folder, self.results, self.keep, self.tries))
 
 

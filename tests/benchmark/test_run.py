@@ -99,6 +99,16 @@ def test_killed_harness_and_killed_job(toy):
     assert len([row for row in lines("starts.txt") if row[4] == "resumed"]) == 1
 
 
+def test_a_program_does_not_hear_the_warning_of_slurm(toy):
+    """Slurm signals all processes of a job; the harness alone stops the program, which saves."""
+    running = background(command="python toy.py --total-timesteps 10 --tick 0.1", num_seeds=1)
+    wait_for(lambda: lines("starts.txt"))
+    os.kill(int(lines("starts.txt")[0][3]), signal.SIGUSR2)
+    assert running.wait(60) == 0
+    check_whole([1], 10)
+    assert len(lines("starts.txt")) == 1
+
+
 @pytest.mark.parametrize("number, ignored", [(signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_a_signal_leaves_resumable_runs(toy, number, ignored):
     """Also Ctrl-C in a shell that made a command started with & ignore it."""
