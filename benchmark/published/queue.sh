@@ -3,7 +3,7 @@
 # that were cut off are resumed. Start it from a clone of its own, at one commit, before any other work:
 #     RUNS=../queue-runs nice -n 19 bash benchmark/published/queue.sh
 # The flag --adapt-ent-coef is in no script yet: git checkout 8a46dfc, then git apply studies/adapt_ent_coef.patch. Part (a)
-# has run, then scale.sh came first.
+# has run.
 . "$(dirname "$0")/bench.sh"
 clipped="python ppo_continuous_action.py"
 
@@ -26,6 +26,3 @@ arm repeats 301 "$adapt 0.01" "${two[@]}" "${one[@]}" "${four[@]}"
 arm default 201 "" dm_control/{ball_in_cup-catch,cartpole-swingup_sparse}-v0 # the others are published
 arm repeats-dims 301 "$adapt 0.005" "${two[@]}"
 arm repeats-dims 301 "$adapt 0.0025" "${four[@]}"
-
-# 2. What ppo.py's protocol of scales still lacks, and the table of units
-# bash benchmark/published/scale.sh; bash benchmark/published/units.sh
