@@ -81,7 +81,7 @@ class Args:
 
     # Algorithm
     total_timesteps: int = 100_000_000  # steps in all environments, rounded down to iterations
-    learning_rate: float = 1e-3  # Adam's first one; --desired-kl moves it in 1e-5 ... 1e-2
+    learning_rate: float = 1e-3  # Adam's, at first: --desired-kl moves it in 1e-5 ... 1e-2
     num_steps: int = 24  # steps in each environment per iteration
     desired_kl: float = 0.01  # the learning rate follows the KL of the policies; 0: it does not
     gamma: float = 0.99  # discount factor

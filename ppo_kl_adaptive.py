@@ -102,7 +102,7 @@ class Args:
     learning_rate: float | None = None  # the policy's; default 9e-4 / sqrt(second layer's units)
     value_learning_rate: float | None = None  # default 1e-2 / sqrt(second layer's units)
     servo: Literal["coady", "schulman", "fixed", "learning-rate"] = "coady"  # how to hold the KL
-    kl_targ: Annotated[float | None, arg(aliases=["-k"])] = None  # d: 0.003; others 0.01; fixed: no
+    kl_targ: Annotated[float | None, arg(aliases=["-k"])] = None  # d: coady's 0.003, others 0.01
     beta: float | None = None  # initial weight of the KL penalty; 1 or, with learning-rate, 0
     bootstrap_truncation: bool = False  # departure: the value after a time limit is not 0
     lambda_returns: bool = False  # departure: the value function learns advantages + values

@@ -462,8 +462,7 @@ def rollout(agent: Agent, envs: "Envs | WorkerEnvs", run: "Run", args: Args) -> 
     autoreset[T] = envs.autoreset
     actions = np.stack(actions)  # [T, N, A, B]
     over = autoreset[1:, :, None]  # [T, N, 1], the step ended an episode
-    # rewards changed later are learned, not logged
-    run.log_rollout(agent.roles.names, actions, rewards, autoreset)
+    run.log_rollout(agent.roles.names, actions, rewards, autoreset)  # rewards as they are
     acts = obs[:T, ..., agent.actor_dim : agent.roles.there].any(axis=-1)
     waits = obs[..., agent.roles.waits] > 0
     valid = acts
