@@ -3,7 +3,7 @@
 # that were cut off are resumed. Start it from a clone of its own, at one commit, before any other work:
 #     RUNS=../queue-runs nice -n 19 bash benchmark/published/queue.sh
 # The flag --adapt-ent-coef is in no script yet: git checkout 8a46dfc, then git apply studies/adapt_ent_coef.patch. Part (a)
-# has run.
+# has run, and finger-spin of (b). Policies made so call action_bias and action_scale origin and unit: rename them to be played.
 . "$(dirname "$0")/bench.sh"
 clipped="python ppo_continuous_action.py"
 
