@@ -3,9 +3,10 @@
     nice -n 15 python tests/mutants.py mutants.jsonl ppo ppo_cma --number 60
 
 Of the lines above a script's rule, and of what BELOW names. A process that has collected all tests,
-in a copy of this repository, forks for each mutant. A row of the file is a mutant with the test
-that fails with it, and without it does not; "" if none does. A second start goes on, so another
-commit needs another file. mutants.md judges those that survive.
+in a copy of this repository, forks for each mutant. It tries those that pass without it and call
+its function, the quickest first. A row of the file is a mutant with the test that fails with it,
+twice; "" if none does. A second start goes on, so another commit needs another file. mutants.md
+judges those that survive.
 """
 
 import argparse
@@ -22,12 +23,14 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
 import pytest
+from torch._dynamo.utils import counters
 
 ROOT = Path(__file__).resolve().parent.parent
 BELOW = {"Envs", "WorkerEnvs", "Run", "save", "load_checkpoint"}
@@ -154,31 +157,34 @@ class Mutants:
 
     def pytest_runtestloop(self, session):
         self.session, kills, done = session, Counter(), set()
-        for line in (
-            self.args.results.read_text().splitlines() if self.args.results.exists() else []
-        ):
+        for line in self.args.results.read_text().splitlines():
             row = json.loads(line)
             done.add((row["script"], row["line"], row["was"], row["now"]))
             kills[row["by"]] += 1
         for script in self.args.scripts:
-            path = self.folder / f"{script}.py"
+            path, own = self.folder / f"{script}.py", [x for x in session.items if is_of(x, script)]
             source = path.read_bytes()
-            own = [item for item in session.items if is_of(item, script)]
-            for k, mutant in enumerate(chosen(source, self.args.number, script)):
-                line, owner, was, now, whole = mutant
-                if (script, line, was, now) in done:
-                    continue
-                begun, left, by = time.monotonic(), sorted(own, key=lambda x: -kills[x.nodeid]), ""
+            todo = chosen(source, self.args.number, script)
+            todo = [x for x in todo if (script, x[0], x[2], x[3]) not in done]
+            if todo:
+                self.fork(self.passes, script, own)
+                seconds, calls = json.loads(Path("passes.json").read_text())
+            for k, (line, owner, was, now, whole) in enumerate(todo):
+                begun, by = time.monotonic(), ""
+                named = any(owner in names for names in calls.values())
+                left = [
+                    x
+                    for x in own
+                    if x.nodeid in calls and (not named or {owner, "?"} & {*calls[x.nodeid]})
+                ]
+                left.sort(key=lambda x: seconds[x.nodeid] / (1 + kills[x.nodeid]))
                 path.write_bytes(whole)  # for processes that import it
                 os.utime(path, (k, k))  # or its bytecode would be taken for another mutant's
-                while left and (by := self.fork(script, whole, left)) and ":" in by:
-                    failed = [item for item in left if item.nodeid == by]
-                    path.write_bytes(source)
-                    if not self.fork(script, source, failed):
+                while left and (by := self.fork(self.test, script, whole, left)) and ":" in by:
+                    (i,) = (i for i, x in enumerate(left) if x.nodeid == by)
+                    if self.fork(self.test, script, whole, [left[i]]):
                         break
-                    path.write_bytes(whole)
-                    left = left[left.index(failed[0]) + 1 :]  # it fails without a mutant, too
-                    by = ""
+                    left, by = left[i + 1 :], ""  # it fails by chance
                 kills[by] += 1
                 row = {"script": script, "line": line, "function": owner, "was": was, "now": now}
                 row |= {"by": by, "seconds": round(time.monotonic() - begun)}
@@ -187,17 +193,17 @@ class Mutants:
             path.write_bytes(source)
         return True
 
-    def fork(self, script: str, source: bytes, items: list) -> str:
-        """The first of these tests that fails in a fork with this source, or why there is none."""
+    def fork(self, call, *args) -> str:
+        """What a call returns in a fork, or why it doesn't."""
         told, tell = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.setsid()
             with contextlib.suppress(BaseException):
-                os.write(tell, self.test(script, source, items).encode())
+                os.write(tell, call(*args).encode())
             os._exit(0)
         os.close(tell)
-        hangs = not select.select([told], [], [], 900.0)[0]
+        hangs = not select.select([told], [], [], 1800.0)[0]
         said = "hangs" if hangs else os.read(told, 1000).decode() or "ends"
         os.close(told)
         with contextlib.suppress(ProcessLookupError):
@@ -205,8 +211,38 @@ class Mutants:
         os.waitpid(pid, 0)
         return said.removeprefix("survives")
 
+    def passes(self, script: str, items: list) -> str:
+        """Writes of each test that passes its seconds and the script's functions that it calls; ?
+        stands for those that other processes or compiled code may call."""
+        seconds, calls, names = {}, {}, set()
+
+        def called(frame, event, _):
+            if event == "call" and frame.f_code.co_filename == sys.modules[script].__file__:
+                names.add(frame.f_code.co_qualname.replace(".<locals>", ""))
+
+        def elsewhere(event, _):
+            if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+                names.add("?")
+
+        sys.addaudithook(elsewhere)
+        sys.setprofile(called)
+        threading.setprofile(called)
+        for item, after in zip(items, [*items[1:], None], strict=True):
+            names.clear()
+            begun, failed = time.monotonic(), self.session.testsfailed
+            graphs = sum(counters["frames"].values())
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
+            if self.session.testsfailed == failed:
+                seconds[item.nodeid] = time.monotonic() - begun
+                compiled = sum(counters["frames"].values()) != graphs
+                workers = "WorkerEnvs.__init__" in names
+                calls[item.nodeid] = sorted(names | {"?"} if compiled or workers else names)
+        Path("passes.json").write_text(json.dumps([seconds, calls]))
+        return "done"
+
     def test(self, script: str, source: bytes, items: list) -> str:
-        """The module becomes the mutant, and what tests have imported from it, too."""
+        """The first of these tests that fails if the module, and what tests have imported from it,
+        becomes the mutant."""
         names = sys.modules[script].__dict__
         before = {id(x): name for name, x in names.items() if isinstance(x, type | FunctionType)}
         try:
@@ -236,7 +272,7 @@ def main():
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", "__pycache__"))
     os.chdir(folder)
     words = ["-o", "addopts=--import-mode=importlib -m 'not slow'", "-p", "no:cacheprovider"]
-    words += ["-p", "no:xdist", f"--basetemp={folder}/tmp", "--timeout=150", *TESTS]
+    words += ["-p", "no:xdist", f"--basetemp={folder}/tmp", "--timeout=60", *TESTS]
     words += sorted(map(str, Path("tests").glob("ppo*")))
     pytest.main(words, plugins=[Mutants(folder, args)])
     shutil.rmtree(folder.parent)
