@@ -214,11 +214,13 @@ class Mutants:
     def passes(self, script: str, items: list) -> str:
         """Writes of each test that passes its seconds and the script's functions that it calls; ?
         stands for those that other processes or compiled code may call."""
-        seconds, calls, names = {}, {}, set()
+        seconds, calls, names, file = {}, {}, set(), sys.modules[script].__file__
 
         def called(frame, event, _):
-            if event == "call" and frame.f_code.co_filename == sys.modules[script].__file__:
-                names.add(frame.f_code.co_qualname.replace(".<locals>", ""))
+            code = frame.f_code
+            function = code.co_flags & inspect.CO_OPTIMIZED  # no class's body
+            if event == "call" and function and code.co_filename == file:
+                names.add(code.co_qualname.replace(".<locals>", ""))
 
         def elsewhere(event, _):
             if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
