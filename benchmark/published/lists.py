@@ -25,6 +25,10 @@ BONUS_TASKS = (  # of studies/default.py
     *("InvertedPendulum-v4", "InvertedDoublePendulum-v4", "Walker2d-v4", "Humanoid-v4"),
     *control("finger-spin", "walker-run", "hopper-hop", "quadruped-walk"),
 )
+RARE = (  # of the fourth protocol: one dimension, two, four
+    *("InvertedPendulum-v4", *control("pendulum-swingup", "cartpole-swingup_sparse")),
+    *control("finger-spin", "ball_in_cup-catch", "reacher-easy", "hopper-hop"),
+)
 FOUR = "HalfCheetah-v4", "Walker2d-v4", "Ant-v4", "InvertedDoublePendulum-v4"
 EIGHT = *FOUR, "Hopper-v4", "Swimmer-v4", "Humanoid-v4", "Reacher-v4"
 HARD = control("finger-spin", "pendulum-swingup", "walker-run", "hopper-hop", "acrobot-swingup")

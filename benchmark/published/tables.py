@@ -4,7 +4,7 @@ Each stands between <!-- its name --> and <!-- end -->. `python -m benchmark.pub
 anew. README.md here says which page shows a table, and which command made its runs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,6 +21,7 @@ from benchmark.published.lists import (
     CLIPPED,
     GOALS,
     MUJOCO,
+    RARE,
     SCRIPTS,
     STUDIES,
     TASKS,
@@ -146,19 +147,39 @@ def bonus_ant() -> str:
 
 def bonus_tasks(step: int = 2, arm: str = "0.01/dims") -> str:
     """Steps 2 and 3: an arm beside none. On one dimension it is 0.01, which was published, too."""
+
+    def bonus(env_id, metric):
+        published = curves.runs(env_id, CLIPPED, BONUS) if "Inverted" in env_id else []
+        if published:
+            return [run.score(metric) for run in published], published
+        return bonuses(step, metric.replace("evaluation", "final"))[env_id, arm], [BONUSES]
+
+    return beside_none(BONUS_TASKS if step == 2 else BONUS_TASKS[2:4], bonus)
+
+
+def bonus_repeats(arm: str) -> str:
+    """The fourth protocol: an arm beside none. On one dimension both arms are the same."""
+
+    def bonus(env_id, metric):
+        own = curves.runs(env_id, CLIPPED, arm) or curves.runs(env_id, CLIPPED, "repeats")
+        return [run.score(metric) for run in own], own
+
+    return beside_none(RARE, bonus)
+
+
+def beside_none(tasks: Iterable[str], bonus: Callable) -> str:
+    """No bonus beside one: its scores on a task by a metric, and where they are from."""
     rows = []
     pairs = {"training": [], "evaluation": []}
-    for env_id in BONUS_TASKS if step == 2 else BONUS_TASKS[2:4]:
+    for env_id in tasks:
         without = curves.runs(env_id, CLIPPED)
-        published = curves.runs(env_id, CLIPPED, BONUS) if "Inverted" in env_id else []
         cells = [env_id]
-        for metric, measure in {"training": "training", "evaluation": "final"}.items():
-            scores = [run.score(metric) for run in published]
-            mine = np.array(scores or bonuses(step, measure)[env_id, arm])
-            before = np.array([run.score(metric) for run in without])
-            pairs[metric].append((before, mine))
+        for metric, own in pairs.items():
+            mine, sources = bonus(env_id, metric)
+            own.append((np.array([run.score(metric) for run in without]), np.array(mine)))
+            before, mine = own[-1]
             new = estimate(mine), *judgement(compare.judge([before], [mine]))[:2]
-            cells += [by_seed(without, metric), *(cell(x, published or [BONUSES]) for x in new)]
+            cells += [by_seed(without, metric), *(cell(x, sources) for x in new)]
         rows.append(cells)
     ends = (judgement(compare.judge(*zip(*x, strict=True)))[:2] for x in pairs.values())
     rows.append(["together", *(x for own in ends for x in ("", "", *own))])
@@ -545,6 +566,8 @@ for made, make in {SCALE: scale, IN_UNITS: units}.items():
         BLOCKS[make.__name__] = make
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
 BLOCKS["bonus-fresh"] = partial(bonus_tasks, 3)
+BLOCKS["bonus-repeats"] = partial(bonus_repeats, "repeats")
+BLOCKS["bonus-repeats-dims"] = partial(bonus_repeats, "repeats-dims")
 for metric in report.METRICS:
     BLOCKS[f"head-to-head-{metric}"] = partial(head_to_head, metric)
     for name in ("ablations", "modes", "claims"):
