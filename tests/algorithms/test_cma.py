@@ -132,6 +132,8 @@ def test_cma(monkeypatch, mode):
                 descend(p, "var_net", -mean(terms), adam, rate)
         with torch.no_grad():
             logvars = [gauss(p, x)[1] for x in obs]
+            entropies = [sum(x) / 2 + math.log(2 * math.pi * math.e) for x in logvars]
+            deviations = [x.exp().sqrt().mean() for x in logvars]
         for rows in drawn[-1]:
             terms = []
             for i in rows:
@@ -152,7 +154,8 @@ def test_cma(monkeypatch, mode):
                 else:
                     terms.append(a[i] * logprob(actions[i], mu, logvar))
             descend(p, "mean_net", -mean(terms), adam, rate)
-        same_metrics(metrics, {"value_loss": mean(value_losses)})
+        same_metrics(metrics, {"value_loss": mean(value_losses), "entropy": float(mean(entropies))})
+        assert metrics["charts/policy_std"] == pytest.approx(float(mean(deviations)), rel=1e-4)
         same_parameters(agent, p, start, rate)
         torch.testing.assert_close(agent.obs_scale, scale.float())
         assert metrics["charts/mean_episodic_return"] == pytest.approx(rewards.sum() / len(lengths))

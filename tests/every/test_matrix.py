@@ -263,6 +263,7 @@ def test_what_a_run_writes(script, tmp_path, capfd):
     points = scalars(folder, timed=True)
     ends = [step for step, _ in points["charts/SPS"]]
     assert len(ends) == final["iteration"] == len(set(ends))
+    assert 0.9 < facts["wall_seconds"] * points["charts/SPS"][-1][1] / facts["global_step"] < 99
     printed, told = capfd.readouterr()
     assert told == ""  # where no one looks, no bar
     assert b"|seed|1|" in b"".join(path.read_bytes() for path in folder.glob("events.*"))
@@ -286,6 +287,22 @@ def test_what_a_run_writes(script, tmp_path, capfd):
     # a total that whole episodes reach, and do not exceed
     train(script, tmp_path / "exact", f"--total-timesteps {saved['global_step']}")
     assert status(tmp_path / "exact") == "finished"
+
+
+EPSILONS = dict.fromkeys(("ppo_pixels", "ppo_lstm", "ppo_pettingzoo", MULTI), 1e-5)
+
+
+@pytest.mark.parametrize("script", [*EPSILONS, *WHOLE])
+def test_epsilon_of_adam(script, tmp_path, monkeypatch):
+    found, plain = set(), torch.optim.Adam.__init__
+
+    def init(adam, *args, **more):
+        found.add(more["eps"])
+        plain(adam, *args, **more)
+
+    monkeypatch.setattr(torch.optim.Adam, "__init__", init)
+    train(script, tmp_path / "run", iterations=1)
+    assert found == {EPSILONS.get(script, 1e-8)}
 
 
 @EVERY
@@ -781,3 +798,9 @@ def test_a_script_alone_in_an_empty_folder(script, tmp_path):
     imports = (tmp_path / "imports").read_text().splitlines()
     assert imports.count("__main__ False") == 3 and imports.count("__mp_main__ False") <= 1
     assert len(imports) > 3
+    # workers that no one closes keep no program
+    words = f"{SMALL[script].replace('toys:', 'mine:')} --env-workers 2".split()
+    call(
+        f'timeout 60 {sys.executable} -c "import own; own.WorkerEnvs(own.parse_args({words}), [])"',
+        0,
+    )
