@@ -97,6 +97,7 @@ class Args:
     clip_vloss: bool = False  # also clip the change of the value
     ent_coef: float = 0.0  # weight of the entropy bonus
     anneal_ent_coef: bool = False  # lower this weight linearly to 0
+    adapt_ent_coef: bool = False  # times the share of an iteration's rewards that repeat
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # the gradient of all parameters is scaled down to this norm
     target_kl: float | None = 0.02  # stop the epochs once the mean approx_kl of one exceeds this
@@ -421,8 +422,13 @@ def train(args: Args) -> Path:
             if args.anneal_ent_coef:
                 scheduled.ent_coef *= remaining
             data = rollout(agent, envs, run, args)
+            rewards = data.rewards[data.valid]
+            repeated = 1.0 - len(np.unique(rewards)) / max(len(rewards), 1)
+            if args.adapt_ent_coef:  # explore where most rewards are alike: a good one is rare
+                scheduled.ent_coef *= repeated
             data = scale_rewards(agent, data, args)
             metrics = update(agent, data, scheduled, step)
+            metrics["charts/repeated_rewards"] = repeated
             check_finite(run.iteration, data._asdict() | metrics | agent.state_dict())
             run.log(metrics | {"charts/learning_rate": scheduled.learning_rate})
             if run.iteration % args.checkpoint_interval == 0:

@@ -2,8 +2,8 @@
 # The long runs that are still to be done, in order. Given again, it goes on: jobs that are finished are skipped, those
 # that were cut off are resumed. Start it from a clone of its own, at one commit, before any other work:
 #     RUNS=../queue-runs nice -n 19 bash benchmark/published/queue.sh
-# The flag --adapt-ent-coef is in no script yet: git checkout 8a46dfc, then git apply studies/adapt_ent_coef.patch. Part (a)
-# has run, and finger-spin of (b). Policies made so call action_bias and action_scale origin and unit: rename them to be played.
+# Part (a) has run, and of (b) the arm `repeats`: by commit 8a46dfc with studies/adapt_ent_coef.patch, before the flag
+# --adapt-ent-coef was in the script. Policies made so call action_bias and action_scale origin and unit: rename them to be played.
 . "$(dirname "$0")/bench.sh"
 clipped="python ppo_continuous_action.py"
 

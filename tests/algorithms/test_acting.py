@@ -12,7 +12,7 @@ import pytest
 import scripts
 import torch
 from common import make
-from program import Toy
+from program import Toy, scalars
 from reference import Seen, gaussian, linear, lstm, mlp, parameters
 from toys import BOX, Group, Walk
 
@@ -271,3 +271,22 @@ def test_rates_fall_to_nothing(script, tmp_path, monkeypatch):
     args = module.load_checkpoint(tmp_path / "run")["args"]
     args.evaluate, args.eval_episodes, args.env_id = tmp_path / "run", 2, flags["env_id"]
     assert len(module.evaluate(args)) == 2
+
+
+def test_a_bonus_where_rewards_repeat(tmp_path, monkeypatch):
+    """Eleven of the twelve rewards that count are like another."""
+    module, taken = importlib.import_module("ppo_continuous_action"), []
+    roll, update = module.rollout, module.update
+    rewards = np.array([5.0] * 12 + [1.0, 2.0, 3.0, 4.0]).reshape(8, 2)
+
+    def rollout(*given):
+        return roll(*given)._replace(rewards=rewards, valid=rewards == 5.0)
+
+    monkeypatch.setattr(module, "rollout", rollout)
+    monkeypatch.setattr(module, "update", lambda *a: taken.append(a[2].ent_coef) or update(*a))
+    flags = "--total-timesteps 32 --ent-coef 0.3 --anneal-ent-coef"
+    scripts.train("ppo_continuous_action", tmp_path / "plain", flags)
+    scripts.train("ppo_continuous_action", tmp_path / "run", f"{flags} --adapt-ent-coef")
+    assert taken == pytest.approx([0.3, 0.15, 0.3 * 11 / 12, 0.15 * 11 / 12])
+    logged = scalars(tmp_path / "run")["charts/repeated_rewards"]
+    assert [x for _, x in logged] == pytest.approx([11 / 12] * 2)
