@@ -2,8 +2,8 @@
 # The long runs that are still to be done, in order. Given again, it goes on: jobs that are finished are skipped, those
 # that were cut off are resumed. Start it from a clone of its own, at one commit, before any other work:
 #     RUNS=../queue-runs nice -n 19 bash benchmark/published/queue.sh
-# Part (a) has run, and of (b) the arm `repeats`: by commit 8a46dfc with studies/adapt_ent_coef.patch, before the flag
-# --adapt-ent-coef was in the script. Policies made so call action_bias and action_scale origin and unit: rename them to be played.
+# Parts (a) and (b) have run: by commit 8a46dfc with studies/adapt_ent_coef.patch, before the flag --adapt-ent-coef was in
+# the script. Policies made so call action_bias and action_scale origin and unit: rename them to be played. Of (c) a few have.
 . "$(dirname "$0")/bench.sh"
 clipped="python ppo_continuous_action.py"
 
@@ -26,3 +26,8 @@ arm repeats 301 "$adapt 0.01" "${two[@]}" "${one[@]}" "${four[@]}"
 arm default 201 "" dm_control/{ball_in_cup-catch,cartpole-swingup_sparse}-v0 # the others are published
 arm repeats-dims 301 "$adapt 0.005" "${two[@]}"
 arm repeats-dims 301 "$adapt 0.0025" "${four[@]}"
+
+# (c) Five fresh seeds of the winner.
+for seed in 201 202 203 204 205; do
+  seed --variant repeats-fresh --env-ids "${two[@]}" "${four[@]}" "${one[@]}" --command "$clipped $adapt 0.01"
+done

@@ -567,6 +567,7 @@ for made, make in {SCALE: scale, IN_UNITS: units}.items():
 BLOCKS |= {"coady-episodes": partial(coady, ""), "coady-best": partial(coady, "best_")}
 BLOCKS["bonus-fresh"] = partial(bonus_tasks, 3)
 BLOCKS["bonus-repeats"] = partial(bonus_repeats, "repeats")
+BLOCKS["bonus-repeats-dims"] = partial(bonus_repeats, "repeats-dims")
 for metric in report.METRICS:
     BLOCKS[f"head-to-head-{metric}"] = partial(head_to_head, metric)
     for name in ("ablations", "modes", "claims"):
