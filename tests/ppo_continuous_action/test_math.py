@@ -77,6 +77,10 @@ def test_samples_are_of_the_policy():
     for drawn in (agent.get_action_and_value(many)[0], torch.tensor(agent.act(many, noise))):
         z = ((drawn.view(4000, 5, 2) - mean) / std).detach()
         assert z.mean(0).abs().max() < 0.08 and (z.std(0) - 1).abs().max() < 0.06
+    drawn, logprob, entropy, _ = agent.get_action_and_value(obs)
+    normal = torch.distributions.Normal(mean, std)
+    torch.testing.assert_close(logprob, normal.log_prob(drawn).sum(-1))
+    torch.testing.assert_close(entropy, normal.entropy().sum(-1))
 
 
 def test_the_unit_of_actions():
