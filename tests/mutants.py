@@ -3,10 +3,10 @@
     nice -n 15 python tests/mutants.py mutants.jsonl ppo ppo_cma --number 60
 
 Of the lines above a script's rule, and of what BELOW names. A process that has collected all tests,
-in a copy of this repository, forks for each mutant. It tries those that pass without it and call
-its function, the quickest first. A row of the file is a mutant with the test that fails with it,
-twice; "" if none does. A second start goes on, so another commit needs another file. mutants.md
-judges those that survive.
+in a copy of this repository, forks for each mutant. It runs the tests that pass without a fault and
+call the mutant's function, the quickest first. A row of the file is a mutant with the test that
+fails with it, twice; "" if none does. A second start goes on, so another commit needs another file.
+mutants.md judges those that survive.
 """
 
 import argparse
@@ -195,21 +195,21 @@ class Mutants:
 
     def fork(self, call, *args) -> str:
         """What a call returns in a fork, or why it doesn't."""
-        told, tell = os.pipe()
+        reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.setsid()
             with contextlib.suppress(BaseException):
-                os.write(tell, call(*args).encode())
+                os.write(writer, call(*args).encode())
             os._exit(0)
-        os.close(tell)
-        hangs = not select.select([told], [], [], 1800.0)[0]
-        said = "hangs" if hangs else os.read(told, 1000).decode() or "ends"
-        os.close(told)
+        os.close(writer)
+        hangs = not select.select([reader], [], [], 1800.0)[0]
+        answer = "hangs" if hangs else os.read(reader, 1000).decode() or "ends"
+        os.close(reader)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # and whatever it started
         os.waitpid(pid, 0)
-        return said.removeprefix("survives")
+        return answer.removeprefix("survives")
 
     def passes(self, script: str, items: list) -> str:
         """Writes of each test that passes its seconds and the script's functions that it calls; ?

@@ -279,8 +279,8 @@ def test_a_bonus_where_rewards_repeat(tmp_path, monkeypatch):
     roll, update = module.rollout, module.update
     rewards = np.array([5.0] * 12 + [1.0, 2.0, 3.0, 4.0]).reshape(8, 2)
 
-    def rollout(*given):
-        return roll(*given)._replace(rewards=rewards, valid=rewards == 5.0)
+    def rollout(*args):
+        return roll(*args)._replace(rewards=rewards, valid=rewards == 5.0)
 
     monkeypatch.setattr(module, "rollout", rollout)
     monkeypatch.setattr(module, "update", lambda *a: taken.append(a[2].ent_coef) or update(*a))

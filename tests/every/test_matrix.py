@@ -263,7 +263,7 @@ def test_what_a_run_writes(script, tmp_path, capfd):
     points = scalars(folder, timed=True)
     ends = [step for step, _ in points["charts/SPS"]]
     assert len(ends) == final["iteration"] == len(set(ends))
-    assert 0.9 < facts["wall_seconds"] * points["charts/SPS"][-1][1] / facts["global_step"] < 99
+    assert 0.5 < facts["wall_seconds"] * points["charts/SPS"][-1][1] / facts["global_step"] < 99
     printed, told = capfd.readouterr()
     assert told == ""  # where no one looks, no bar
     assert b"|seed|1|" in b"".join(path.read_bytes() for path in folder.glob("events.*"))

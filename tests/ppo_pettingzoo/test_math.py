@@ -134,9 +134,9 @@ def test_turns_and_the_rewards_of_who_waits(tmp_path):
 def test_no_one_waits_if_no_one_says_so():
     values = np.arange(8.0)[:, None]
     ends = np.eye(7, 1, -2, bool), np.eye(7, 1, -4, bool)
-    numbers = np.ones((7, 1)), values, *ends, 0.9, 0.8
-    np.testing.assert_array_equal(script.gae(*numbers), script.gae(*numbers, values < 0))
-    assert (script.gae(*numbers) != script.gae(*numbers, values >= 0)).any()
+    inputs = np.ones((7, 1)), values, *ends, 0.9, 0.8
+    np.testing.assert_array_equal(script.gae(*inputs), script.gae(*inputs, values < 0))
+    assert (script.gae(*inputs) != script.gae(*inputs, values >= 0)).any()
 
 
 def test_what_is_logged_is_what_was_paid(tmp_path, monkeypatch):
