@@ -19,7 +19,7 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
 
 Expect 5,400 over the last 100 episodes of training on HalfCheetah-v4 (1M steps, two to five minutes
 on a CPU core), and 6,200 of the final policy. Flags and tags are CleanRL's. Its defaults are
-`--log-std-init 0 --no-scale-actions --clip-vloss --target-kl None`.
+`--ent-coef 0 --log-std-init 0 --no-scale-actions --clip-vloss --target-kl None`.
 
 In order: Args, agent, algorithm, rollout, train. Below the line after train nothing is PPO.
 """
@@ -95,9 +95,9 @@ class Args:
     norm_adv: bool = True  # normalize advantages within each minibatch
     clip_coef: float = 0.2  # epsilon of the clipped surrogate
     clip_vloss: bool = False  # also clip the change of the value
-    ent_coef: float = 0.0  # weight of the entropy bonus
-    anneal_ent_coef: bool = False  # lower this weight linearly to 0
-    adapt_ent_coef: bool = False  # times the share of an iteration's rewards that repeat
+    ent_coef: float = 0.01  # weight of the entropy bonus
+    anneal_ent_coef: bool = True  # lower this weight linearly to 0
+    adapt_ent_coef: bool = True  # times the share of rewards that repeat: 0 on most robots
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # the gradient of all parameters is scaled down to this norm
     target_kl: float | None = 0.02  # stop the epochs once the mean approx_kl of one exceeds this

@@ -4,9 +4,9 @@
     python benchmark/peers.py bare ppo.py --env-id CartPole-v1 --total-timesteps 100000
 
 `sb3` trains Stable-Baselines3's PPO with the script's hyper-parameters, but an entropy bonus that
-falls stays constant there; with --env-workers each environment has its own process. `bare` steps
-the environments with random actions. Both leave a run.json with the number of steps. A script takes
-part if it has `parse_args` and `make_env` and, for sb3, the flags of clipped PPO.
+falls or adapts stays constant there; with --env-workers each environment has its own process.
+`bare` steps the environments with random actions. Both leave a run.json with the number of steps. A
+script takes part if it has `parse_args` and `make_env` and, for sb3, the flags of clipped PPO.
 """
 
 import importlib

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmark import compare, data, report
 from benchmark.published import RESULTS, superseded
-from benchmark.published.lists import CHANGES, GOALS, MUJOCO, SCRIPTS, STUDIES, TASKS
+from benchmark.published.lists import CHANGES, CLIPPED, GOALS, MUJOCO, SCRIPTS, STUDIES, TASKS
 from benchmark.stats import running_mean
 
 BLUE = "#0072B2"
@@ -42,6 +42,11 @@ def runs(env_id: str, script: str, variant: str = "default") -> list[data.Run]:
     """The committed runs, by seed."""
     wanted = env_id, script, variant
     return [x for x in read() if (x.env_id, x.script, x.variant) == wanted]
+
+
+def without_bonus(env_id: str) -> list[data.Run]:
+    """Clipped PPO with --ent-coef 0, which is the default where no rewards repeat."""
+    return runs(env_id, CLIPPED, "no-bonus") or runs(env_id, CLIPPED)
 
 
 def load(env_id: str, script: str, variant: str = "default", width: int = 0) -> list[Curve]:
@@ -90,8 +95,10 @@ def effects(study: str, metric: str) -> Iterator[Effect]:
     whole, env_ids, seeds = STUDIES[study]
     found = [run for run in read() if run.seed in seeds and run.env_id in env_ids]
     before = report.group(run for run in found if run.algorithm == whole)
+    if whole == CLIPPED:  # the studies were made before it had a bonus
+        before = report.group(run for env_id in env_ids for run in without_bonus(env_id))
     for name in (whole, *CHANGES[study]):
-        own = report.group(run for run in found if run.algorithm == name)
+        own = before if name == whole else report.group(x for x in found if x.algorithm == name)
         by_task = {group.env_id: group.finished for group in own}
         runs = [by_task.get(env_id, []) for env_id in env_ids]
         if name == whole:

@@ -20,12 +20,12 @@ new --num-seeds 3 --command "$clipped" --env-ids "${tasks[@]/%/-v0}"
 flags() { new --variant "$1" "${@:3}" --command "$clipped $2"; }
 flags 3M "--total-timesteps 3000000" --env-ids {HalfCheetah,Walker2d,Ant,Humanoid}-v4
 flags gamma-0.9999-lambda-0.99 "--gamma 0.9999 --gae-lambda 0.99" --num-seeds 10 --env-ids Swimmer-v4
-bonus="--ent-coef 0.01 --anneal-ent-coef" # the default for a while
+bonus="--no-adapt-ent-coef" # the default for a while
 flags ent-coef-0.01 "$bonus" --num-seeds 10 --env-ids "${mujoco[@]}" {Ant,Swimmer,InvertedDoublePendulum,Reacher,Humanoid}-v4
 # CleanRL's issue 215 advises 64 environments and ten times the rate for Humanoid; the rest is ours, not tuned
 large="--num-envs 64 --num-steps 64 --num-minibatches 4 --update-epochs 2 --learning-rate 2.95e-3"
 flags 1M-64envs "$large" --num-seeds 3 --env-ids {HalfCheetah,Walker2d,Ant,Hopper,Humanoid}-v4
-old() { bench --results runs/superseded --variant "$1" "${@:3}" --command "$clipped --target-kl None $2"; } # before there was a KL stop by default
+old() { bench --results runs/superseded --variant "$1" "${@:3}" --command "$clipped --ent-coef 0 --target-kl None $2"; } # before there was a KL stop by default
 old no-target-kl "" --num-seeds 10 --env-ids "${mujoco[@]:0:3}" Ant-v4 Swimmer-v4 InvertedDoublePendulum-v4
 old no-target-kl "" --env-ids "${mujoco[@]:3}" Humanoid-v4 Reacher-v4
 old no-target-kl "" --num-seeds 3 --env-ids "${control[@]}"

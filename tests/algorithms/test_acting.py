@@ -236,7 +236,7 @@ def test_few_rows(script, tmp_path):
 
 
 FALLS = {  # which flag falls, beside the learning rate
-    "ppo": {"anneal_ent_coef": True}, "ppo_continuous_action": {"anneal_ent_coef": True},
+    "ppo": {"anneal_ent_coef": True}, "ppo_continuous_action": {"adapt_ent_coef": False},
     "ppo_pixels": {}, "ppo_lstm": {}, "ppo_pettingzoo": {}, "ppo_atari_multigpu": {},
 }  # fmt: skip
 
@@ -284,9 +284,9 @@ def test_a_bonus_where_rewards_repeat(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "rollout", rollout)
     monkeypatch.setattr(module, "update", lambda *a: taken.append(a[2].ent_coef) or update(*a))
-    flags = "--total-timesteps 32 --ent-coef 0.3 --anneal-ent-coef"
-    scripts.train("ppo_continuous_action", tmp_path / "plain", flags)
-    scripts.train("ppo_continuous_action", tmp_path / "run", f"{flags} --adapt-ent-coef")
+    flags = "--total-timesteps 32 --ent-coef 0.3"
+    scripts.train("ppo_continuous_action", tmp_path / "plain", f"{flags} --no-adapt-ent-coef")
+    scripts.train("ppo_continuous_action", tmp_path / "run", flags)
     assert taken == pytest.approx([0.3, 0.15, 0.3 * 11 / 12, 0.15 * 11 / 12])
     logged = scalars(tmp_path / "run")["charts/repeated_rewards"]
     assert [x for _, x in logged] == pytest.approx([11 / 12] * 2)

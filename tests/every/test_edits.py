@@ -205,7 +205,7 @@ def check_schedules(script, folder, tmp_path):
     taken = []
     plain_update = script.update
     script.update = lambda *a: taken.append((a[2].clip_coef, a[2].ent_coef)) or plain_update(*a)
-    flags = "--no-compile --ent-coef 0.01 --anneal-ent-coef"
+    flags = "--no-compile --no-adapt-ent-coef"
     saved = train(script, tmp_path / "spied", flags)["args"]
     script.update = plain_update
     expected = [(0.2 * (1 - k / 10), 0.01 * 0.9**k) for k in range(10)]
