@@ -642,6 +642,11 @@ THREE = {  # on each other script
     "--resume run --seed 9": "seed: run keeps its 1: leave the flag out",
     "--checkpoint-interval 0": "checkpoint_interval is 0",
 }  # fmt: skip
+IF = {  # it has this flag
+    "num_steps": {"--num-envs 0": "num_envs is 0", "--total-timesteps 1": "(an iteration is num_"},
+    "env_kwargs": {"--env-kwargs []": "no JSON object"},
+    "resize": {"--resize 60": "height and width are needed"},
+}
 
 
 @EVERY
@@ -652,7 +657,9 @@ def test_wrong_flags_are_told_and_change_nothing(script, tmp_path, monkeypatch, 
     train(script, Path("run"))
     before, otherwise = content(tmp_path), []
     module = importlib.import_module(script)
-    cases = FULLY if script == "ppo_continuous_action" else THREE
+    cases = dict(FULLY if script == "ppo_continuous_action" else THREE)
+    for flag in IF.keys() & vars(module.Args).keys():
+        cases |= IF[flag]
     for flags, says in cases.items():
         capfd.readouterr()
         small = f"{SMALL[script]} --total-timesteps 99"
