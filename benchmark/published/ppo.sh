@@ -48,5 +48,7 @@ bench --variant cleanrl --env-ids CartPole-v1 --command "$discrete --total-times
 bench --variant cleanrl --env-ids Acrobot-v1 --command "$discrete"
 bench --variant cleanrl --num-seeds 3 --env-ids MountainCar-v0 --command "$discrete"
 bench --variant cleanrl-500k --num-seeds 3 --env-ids CartPole-v1 --command "$discrete"
-old cleanrl "--log-std-init 0 --no-scale-actions --clip-vloss" --results benchmark/published/results --num-seeds 3 --env-ids "${mujoco[@]}" Humanoid-v4 $pusher
+theirs="--log-std-init 0 --no-scale-actions --clip-vloss"
+old cleanrl "$theirs" --results benchmark/published/results --env-ids "${mujoco[@]:0:3}" {Ant,Swimmer,InvertedDoublePendulum,Reacher,Humanoid}-v4
+old cleanrl "$theirs" --results benchmark/published/results --num-seeds 3 --env-ids InvertedPendulum-v4 $pusher
 python -m benchmark.published

@@ -277,14 +277,14 @@ def scores() -> str:
     rows = []
     for env_id, script in TASKS.items():
         steps = curves.runs(env_id, script)[0].info["args"]["total_timesteps"]
-        cells = [score(10, env_id, script), score(3, env_id, script, "cleanrl")]
+        cells = [score(10, env_id, script), score(5, env_id, script, "cleanrl")]
         cells += [score(5, env_id, f"ppo_{x}", "1M") for x in ("kl_adaptive", "cma")]
         if env_id not in ("Pusher-v4", "Pendulum-v1", "Acrobot-v1", "InvertedPendulum-v4"):
             rows.append([f"{env_id}, {length(steps)}", *cells])
-    more = score(3, "CartPole-v1", "ppo", "cleanrl-500k")
+    more = score(5, "CartPole-v1", "ppo", "cleanrl-500k")
     rows.insert(-1, ["CartPole-v1, CleanRL's 500k", "", more, "", ""])
     rows.append(["Humanoid-v4, 3M", score(10, "Humanoid-v4", CLIPPED, "3M"), "", "", ""])
-    header = "environment, steps | clipped PPO, 10 seeds | at CleanRL's settings, 3 seeds"
+    header = "environment, steps | clipped PPO, 10 seeds | at CleanRL's settings, 5 seeds"
     header += " | `ppo_kl_adaptive.py`, 5 seeds | `ppo_cma.py`, 5 seeds"
     return table(header, rows)
 

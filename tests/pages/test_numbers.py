@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmark import compare, data
+from benchmark import compare, data, report
 from benchmark.published import HERE, RESULTS, ROOT, curves, docs, index, superseded, tables
-from benchmark.published.lists import CLIPPED, EIGHT, HARD, MUJOCO, SCRIPTS
+from benchmark.published.lists import CLIPPED, EIGHT, HARD, MUJOCO, SCRIPTS, TASKS
 from benchmark.stats import iqm
 
 
@@ -152,22 +152,42 @@ def judged(before: str, after: str, env_ids, metric: str) -> compare.Judgement:
     return compare.effect(*(curves.committed([x], env_ids) for x in (before, after)), metric)[1]
 
 
+def certain(found: dict) -> tuple[list, list]:
+    """The keys that are ahead, and behind, with a p below 0.05 after Holm's correction."""
+    below = report.holm([x.p for x in found.values()]) < 0.05
+    both = [
+        (key, x.probability) for (key, x), sure in zip(found.items(), below, strict=True) if sure
+    ]
+    return [key for key, p in both if p > 0.5], [key for key, p in both if p < 0.5]
+
+
+def listed(names: list[str]) -> str:
+    *most, last = (name.rpartition("-")[0] for name in names)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
 def test_who_is_ahead_for_certain():
-    """What README says below its scores: p below 0.05 after Holm's correction for 16 tests."""
+    """What README says below its scores, of final policies."""
     clipped, *others = SCRIPTS
-    found = {pair: judged(pair[0], clipped, [pair[1]], FINAL) for pair in product(others, MUJOCO)}
-    pairs = sorted(found, key=lambda pair: found[pair].p)
-    ahead = [found[pair].p * (16 - k) < 0.05 for k, pair in enumerate(pairs)].index(False)
-    assert all(found[pair].probability > 0.5 for pair in pairs[:ahead])
-    kl, cma = ([x[:-3] for name, x in pairs[:ahead] if name == other] for other in others)
-    assert (sorted(kl), sorted(cma)) == (
-        ["Ant", "HalfCheetah", "Hopper", "Walker2d"],
-        ["Ant", "HalfCheetah"],
-    )
+    pairs = {pair: judged(pair[0], clipped, [pair[1]], FINAL) for pair in product(others, MUJOCO)}
+    ahead, behind = certain(pairs)
+    kl, cma = (sorted(x for name, x in ahead if name == other) for other in others)
+    assert kl == ["Ant-v4", "HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"]
+    assert cma == ["Ant-v4", "HalfCheetah-v4"] and not behind
     text = " ".join(docs.PAGES[0].read_text().split())
     assert (
         "both others on HalfCheetah and Ant, and of KL-adaptive PPO on Hopper and Walker2d" in text
     )
+
+
+def test_who_is_ahead_of_cleanrls_settings():
+    """The same, of the rows that have both columns."""
+    shown = [x for x in TASKS.items() if f"\n| {x[0]}, " in tables.scores()]
+    both = [x for x in shown if curves.runs(*x, "cleanrl")]
+    ahead, behind = certain({x: judged(f"{y} cleanrl", y, [x], FINAL) for x, y in both})
+    text = " ".join(docs.PAGES[0].read_text().split())
+    assert f"ahead of CleanRL's settings on {listed(ahead)}" in text
+    assert not behind and len(both) == 10
 
 
 EXPLORED = f"{CLIPPED} explore-defaults", "change explore-entropy-falls"
