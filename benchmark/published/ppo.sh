@@ -20,7 +20,10 @@ new --num-seeds 3 --command "$clipped" --env-ids "${tasks[@]/%/-v0}"
 flags() { new --variant "$1" "${@:3}" --command "$clipped $2"; }
 flags 3M "--total-timesteps 3000000" --env-ids {HalfCheetah,Walker2d,Ant,Humanoid}-v4
 flags gamma-0.9999-lambda-0.99 "--gamma 0.9999 --gae-lambda 0.99" --num-seeds 10 --env-ids Swimmer-v4
-bonus="--no-adapt-ent-coef" # the default for a while
+none="--ent-coef 0" # the default for a while, as was the bonus below
+flags no-bonus "$none" --num-seeds 10 --env-ids InvertedPendulum-v4
+flags no-bonus "$none" --num-seeds 3 --env-ids dm_control/{pendulum-swingup,cheetah-run,finger-spin,hopper-hop,reacher-easy}-v0
+bonus="--no-adapt-ent-coef"
 flags ent-coef-0.01 "$bonus" --num-seeds 10 --env-ids "${mujoco[@]}" {Ant,Swimmer,InvertedDoublePendulum,Reacher,Humanoid}-v4
 # CleanRL's issue 215 advises 64 environments and ten times the rate for Humanoid; the rest is ours, not tuned
 large="--num-envs 64 --num-steps 64 --num-minibatches 4 --update-epochs 2 --learning-rate 2.95e-3"

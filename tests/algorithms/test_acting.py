@@ -235,7 +235,7 @@ def test_few_rows(script, tmp_path):
         assert found["iteration"] == 1
 
 
-FALLS = {  # which flag falls, beside the learning rate
+FALLS = {  # with these flags the bonus falls, too
     "ppo": {"anneal_ent_coef": True}, "ppo_continuous_action": {"adapt_ent_coef": False},
     "ppo_pixels": {}, "ppo_lstm": {}, "ppo_pettingzoo": {}, "ppo_atari_multigpu": {},
 }  # fmt: skip

@@ -97,7 +97,8 @@ def measure(step: int, env_id: str, arm: str, seed: int) -> list:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
         flags = ["--env-id", env_id, "--seed", str(seed), "--run-dir", str(folder), "--no-cuda"]
-        args = script.parse_args([*flags, "--anneal-ent-coef", "--ent-coef", ARMS[arm][0]])
+        bonus = "--anneal-ent-coef", "--no-adapt-ent-coef", "--ent-coef", ARMS[arm][0]
+        args = script.parse_args([*flags, *bonus])
         with contextlib.suppress(SystemExit):
             script.train(args)
         rows = np.loadtxt(folder / "episodes.csv", delimiter=",", skiprows=1)
