@@ -98,7 +98,6 @@ class Args:
     clip_coef: float = 0.2  # epsilon of the clipped surrogate
     clip_vloss: bool = True  # also clip the change of the value
     ent_coef: float = 0.01  # weight of the entropy bonus
-    anneal_ent_coef: bool = False  # lower this weight linearly to 0
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # the gradient of all parameters is scaled down to this norm
     target_kl: float | None = None  # stop the epochs once the mean approx_kl of one exceeds this
@@ -412,8 +411,6 @@ def train(args: Args) -> Path:
             scheduled = copy.copy(args)  # coefficients that fall are set here, and only here
             if args.anneal_lr:
                 scheduled.learning_rate *= remaining  # (detail 4)
-            if args.anneal_ent_coef:
-                scheduled.ent_coef *= remaining
             data = rollout(agent, envs, run, args)
             if args.scale_rewards:
                 data = scale_rewards(agent, data, args)
@@ -579,14 +576,6 @@ def is_box(space: gym.Space) -> np.ndarray:
     return np.full(gym.spaces.flatdim(space), isinstance(space, gym.spaces.Box))
 
 
-def find_mask(env: gym.Env, info: dict | None):
-    """The mask of valid choices that an environment gives, if there is one."""
-    for name in ("action_mask", "legal_action_mask"):
-        if info and name in info:
-            return info[name]
-    return env.get_wrapper_attr("action_masks")() if env.has_wrapper_attr("action_masks") else None
-
-
 class Envs:
     """Environments in this process, stepped one after the other; `indices` are theirs in the run.
     Every episode has its own seed, so it can be played again on resuming. Autoreset is "next step":
@@ -628,7 +617,10 @@ class Envs:
 
     def with_mask(self, env: gym.Env, raw, info: dict | None) -> np.ndarray:
         """The observation [D] and, if there is one, its mask of valid choices [sum of branches]."""
-        mask = find_mask(env, (info or {}) | (raw if isinstance(raw, dict) else {}))
+        info = (info or {}) | (raw if isinstance(raw, dict) else {})
+        mask = info.get("action_mask", info.get("legal_action_mask"))
+        if mask is None and env.has_wrapper_attr("action_masks"):
+            mask = env.get_wrapper_attr("action_masks")()
         space = self.observation_space
         obs = raw if isinstance(space, gym.spaces.Box) else gym.spaces.flatten(space, raw)
         obs = np.array(obs, np.float32).reshape(gym.spaces.flatdim(space))  # a copy, not longer
@@ -734,27 +726,16 @@ class PoolEnvs:
         self.action_space = self.vector.action_space
         self.close = self.vector.close
         check_spaces(self.observation_space, self.action_space)
-        if self.vector.spec.config.max_num_players > 1:
-            raise gym.error.Error("a game of several players")
-        self.action_masks = args.action_masks
-        self.obs = self.with_masks(*self.vector.reset())  # [N, D], perhaps followed by masks
+        self.obs = self.flatten(self.observation_space, self.vector.reset()[0])  # [N, D]
         self.autoreset = np.zeros(num_envs, bool)  # [N], the next step begins an episode
 
     def step(self, actions: np.ndarray):
         """Take actions [N, ...]: rewards, terminated, truncated [N]."""
         rows = env_actions(self.action_space, actions)
-        obs, rewards, terminated, truncated, info = self.vector.step(rows)
-        self.obs = self.with_masks(obs, info)
+        obs, rewards, terminated, truncated, _ = self.vector.step(rows)
+        self.obs = self.flatten(self.observation_space, obs)
         self.autoreset = terminated | truncated
         return rewards, terminated, truncated
-
-    def with_masks(self, obs, info: dict) -> np.ndarray:
-        """Observations and, if there are some, masks of valid choices as rows."""
-        masks = obs.get("action_mask") if isinstance(obs, dict) else info.get("legal_action_mask")
-        rows = self.flatten(self.observation_space, obs)
-        if masks is None or not self.action_masks:
-            return rows
-        return np.hstack([rows, np.reshape(masks, (len(rows), -1))]).astype(np.float32)
 
     def flatten(self, space: gym.Space, obs) -> np.ndarray:
         """Observations of a space, perhaps a nested one, as rows [N, D]."""

@@ -101,7 +101,6 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # the gradient of all parameters is scaled down to this norm
     target_kl: float | None = 0.02  # stop the epochs once the mean approx_kl of one exceeds this
-    rpo_alpha: float = 0.0  # RPO: noise in [-alpha, alpha] on the means; needs --target-kl None
     log_std_init: float = -0.7  # initial log standard deviation of the actions, in their unit
     scale_actions: bool = True  # the actions' unit is half their box; otherwise the environment's
     batch_size: int = 0  # computed: num_envs * num_steps
@@ -336,10 +335,6 @@ def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step) -> dict
     coefficients = as_tensors(args, device)  # a compiled step would keep floats
     for _ in range(args.update_epochs):
         order = torch.as_tensor(agent.rng.permutation(rows), device=device)
-        if args.rpo_alpha:  # Rahman & Xue 2023, algorithm 1: shifted actions are shifted means
-            noise = agent.rng.uniform(-args.rpo_alpha, args.rpo_alpha, actions.shape)
-            shifted = actions - torch.as_tensor(noise).to(actions) * agent.action_scale
-            batch = batch._replace(actions=shifted.flatten(0, 1))
         # every sample once an epoch, in minibatches of nearly equal size (detail 6)
         for learn, minibatch in epoch_steps(step, order.tensor_split(num_minibatches)):
             names, result = learn(agent, agent.adam, coefficients, batch, minibatch)
@@ -487,9 +482,7 @@ def check_actor(agent: Agent, obs: np.ndarray, actions: np.ndarray, noise: np.nd
     _, logprobs, *_ = agent.get_action_and_value(*rows)
     mean, sample = logprobs.cpu().numpy().reshape(2, -1)
     expected = 0.5 * np.square(noise).sum(axis=-1)
-    rounding = (
-        10.0 * np.spacing(np.abs(actions)) / agent.action_scale.cpu().numpy()
-    )  # of large ones
+    rounding = 10.0 * np.spacing(np.abs(actions)) / agent.action_scale.cpu().numpy()  # if large
     if (np.abs(mean - sample - expected) > (0.01 + rounding.max()) * (1.0 + expected)).any():
         raise RuntimeError("numpy_actor acts by another policy than get_action_and_value learns")
 

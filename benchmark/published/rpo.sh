@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Noise on the means in learning (Rahman & Xue 2023), ppo_continuous_action.py --rpo-alpha: 1M steps, 3 seeds,
+# Noise on the means in learning (Rahman & Xue 2023), after git apply tests/edits/rpo.patch: 1M steps, 3 seeds,
 # on four MuJoCo and four dm_control tasks; runs (given again, it goes on), tables. RUNS=folder, WORKERS=processes
 # and ALPHAS="0.5 0.1 ..." may be set. ppo.sh runs alpha 0.
 . "$(dirname "$0")/bench.sh"

@@ -236,8 +236,8 @@ def test_few_rows(script, tmp_path):
 
 
 FALLS = {  # with these flags the bonus falls, too
-    "ppo": {"anneal_ent_coef": True}, "ppo_continuous_action": {"adapt_ent_coef": False},
-    "ppo_pixels": {}, "ppo_lstm": {}, "ppo_pettingzoo": {}, "ppo_atari_multigpu": {},
+    "ppo_continuous_action": {"adapt_ent_coef": False}, "ppo": {}, "ppo_pixels": {},
+    "ppo_lstm": {}, "ppo_pettingzoo": {}, "ppo_atari_multigpu": {},
 }  # fmt: skip
 
 

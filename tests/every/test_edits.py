@@ -225,6 +225,23 @@ def check_auxiliary_loss(script, folder, tmp_path):
     assert script.parse_args(["--evaluate", str(folder), "--aux-coef", "0.5"]).aux_coef == 0.5
 
 
+def check_rpo(script, folder, tmp_path):
+    """The noise is uniform, of the actions' unit, and new in every epoch."""
+    data, batches, update, step = [], [], script.update, script.minibatch_step
+    script.update = lambda *a: data.append(a[1].actions) or update(*a)
+    script.minibatch_step = lambda *a: batches.append(a[3].actions) or step(*a)
+    train(script, tmp_path / "spied", "--no-compile --total-timesteps 1280")
+    script.update, script.minibatch_step = update, step
+    assert len(batches) == 5 * 5 * 4  # iterations, epochs, minibatches
+    assert all(a is b for a, b in zip(batches[::4], batches[3::4], strict=True))
+    noise = np.float32(
+        [data[k // 5].reshape(-1, 1) - x.numpy() for k, x in enumerate(batches[::4])]
+    )
+    assert len(np.unique(noise.round(4), axis=0)) == 25
+    assert abs(noise.mean()) < 0.05 and 0.99 < np.abs(noise).max() < 1.0001  # half of 2.0
+    assert noise.var() == pytest.approx(1 / 3, rel=0.05)
+
+
 def check_rnd(script, folder, tmp_path):
     """The predictor learns, the target stays, and the rewards of every row but those after an
     episode's end are higher by half the novelty."""
@@ -372,7 +389,7 @@ def test_the_page_has_every_edit(unedited):
     assert sorted(shown) == sorted(CHECKS) == sorted(path.stem for path in PATCHES.iterdir())
     assert PAGE.count("**Silent:**") == len(shown) + 1
     prose = re.sub(r"```[\s\S]*?```|<!--.*?-->|^\|.*$", "", PAGE, flags=re.M)
-    assert len(prose.split()) <= 1000
+    assert len(prose.split()) <= 62 * len(shown)
     named = set(re.findall(r"`((?:charts|losses)/\w+)`", prose))
     logged = {"losses/aux_loss", "losses/rnd_loss", *scalars(unedited, timed=True)}
     assert named - {"losses/NAME"} <= logged

@@ -155,37 +155,6 @@ def test_no_sample_is_alone_in_a_minibatch(script):
         assert max(lengths) - min(lengths) <= 1 and min(lengths) >= 2
 
 
-# --- --rpo-alpha ----------------------------------------------------------------------------------
-def test_noise_shifts_the_means_once_an_epoch():
-    """Uniform, of the actions' unit. Without an alpha nothing is drawn."""
-    script, batches = ppo_continuous_action, []
-    box = spaces.Box(np.float32([-1, 0]), np.float32([3, 0.5]))
-
-    def step(agent, adam, args, batch, rows):
-        batches.append(batch)
-        return script.minibatch_step(agent, adam, args, batch, rows)
-
-    flags = {"update_epochs": 10, "num_minibatches": 4, "learning_rate": 0.0, "target_kl": None}
-    args, agent = set_up(script, box, rpo_alpha=0.5, **flags)
-    data = random_rollout(script, 512, 1)
-    rng = copy.deepcopy(agent.rng)
-    script.update(agent, data, args, step)
-    assert len(batches) == 40
-    assert all(a.actions is b.actions for a, b in zip(batches[::4], batches[3::4], strict=True))
-    noise = torch.stack([torch.tensor(data.actions[:, 0]) - x.actions for x in batches[::4]])
-    drawn = noise / torch.tensor([2.0, 0.25])
-    assert len(drawn.round(decimals=4).unique(dim=0)) == 10  # new ones in every epoch
-    assert drawn.mean().abs() < 0.02
-    for k in (0, 1):
-        assert 0.49 < drawn[..., k].abs().max() < 0.5001
-        assert drawn[..., k].var() == pytest.approx(1 / 12, rel=0.04)
-    agent.rng = copy.deepcopy(rng)
-    script.update(agent, data, dataclasses.replace(args, rpo_alpha=0.0))
-    for _ in range(10):
-        rng.permutation(np.arange(512))
-    assert agent.rng.random() == rng.random()
-
-
 # --- compilation ----------------------------------------------------------------------------------
 def compiled_step(script):
     """Args, agent, a batch of 64 rows, and the compiled step."""
