@@ -4,8 +4,9 @@
 clipped="python ppo_continuous_action.py" three="--start-seed 201 --num-seeds 3"
 
 # the same task by two simulators' wrappers: EnvPool's, then shimmy's as in ppo.sh
-bench $three --env-ids envpool:CheetahRun-v1 --command "$clipped"
-bench $three --env-ids dm_control/cheetah-run-v0 --command "$clipped"
+none="--variant no-bonus" # the default of then
+bench $three $none --env-ids envpool:CheetahRun-v1 --command "$clipped --ent-coef 0"
+bench $three $none --env-ids dm_control/cheetah-run-v0 --command "$clipped --ent-coef 0"
 
 # the humanoid with 64 environments
 large="--num-envs 64 --num-steps 64 --num-minibatches 4 --update-epochs 2 --learning-rate 2.95e-3"
