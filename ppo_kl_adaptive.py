@@ -383,7 +383,7 @@ def fit_policy(agent: Agent, batch: Batch, args: Args) -> dict[str, float]:
     """Up to `update_epochs` passes over the batch, a step of Adam each, and the servo."""
     servo = agent.servo
     adam = agent.policy_adam
-    rate = args.learning_rate or adam.defaults["lr"]  # the default is the networks'
+    rate = adam.defaults["lr"]  # of `optimizers`: a checkpoint's is the last step's
     for epoch in range(args.update_epochs + 1):
         # the loss that the next step descends also measures what the last one did
         loss, metrics = ppo_loss(agent, batch)
@@ -408,7 +408,7 @@ def fit_value(agent: Agent, batch: Batch, args: Args):
     """Fit the value function to the returns of this batch and of the one before, whose features and
     returns stay as they were; then keep this batch in its place."""
     adam = agent.value_adam
-    adam.param_groups[0]["lr"] = args.value_learning_rate or adam.defaults["lr"]
+    adam.param_groups[0]["lr"] = adam.defaults["lr"]
     features = batch.features
     returns = batch.returns
     # minibatches of 256 to 511; a pass shuffles all, but stops after as many as this batch has

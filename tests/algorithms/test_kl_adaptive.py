@@ -93,7 +93,7 @@ def layout():
 @pytest.mark.parametrize("name", SERVOS)
 def test_updates_are_those_of_the_reference(name):
     discrete = name == "choices"
-    flags = {"update_epochs": 3, "value_epochs": 2, "hid1_mult": 2, "value_learning_rate": 0.002}
+    flags = {"update_epochs": 3, "value_epochs": 3, "hid1_mult": 2, "value_learning_rate": 0.002}
     flags |= {"episodes_per_batch": 5, "num_envs": 2}
     space = gym.spaces.Discrete(3) if discrete else BOX
     module, args, agent = make("ppo_kl_adaptive", SPACE, space, **flags | SERVOS[name])
@@ -197,6 +197,9 @@ def test_updates_are_those_of_the_reference(name):
         value_loss = mean([(targets[at] - v[at]) ** 2 for at in steps])
         expected = {"policy_loss": policy_loss, "kl": float(far.detach()), "entropy": entropy}
         same_metrics(metrics, expected | {"value_loss": value_loss})
+        if not discrete:
+            deviation = float(mean((p["actor_logvar"].detach() / 2).exp()))
+            assert metrics["charts/policy_std"] == pytest.approx(deviation)
         assert metrics["charts/policy_passes"] == epoch
         assert metrics["charts/beta"] == pytest.approx(servo.beta)
         assert metrics["charts/lr_multiplier"] == pytest.approx(servo.rate)

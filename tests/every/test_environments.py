@@ -368,6 +368,21 @@ def test_sys_exit_of_an_environment_is_told(script, place, tmp_path, capfd):
 
 
 @EACH
+def test_what_a_constructor_draws_is_of_the_seed(script, registered):
+    class Drawn(Seer):
+        def __init__(self):
+            super().__init__(VECTOR, usual(script))
+            self.drawn = np.random.random()
+
+    module = importlib.import_module(script)
+    args = module.parse_args(f"{registered(Drawn)} --seed 5".split())
+    with contextlib.closing(module.make_envs(args, 2, {})) as envs:
+        drawn = [env.unwrapped.drawn for env in envs.envs]
+    seeds = [module.episode_seed(5, i) for i in (0, 1)]
+    assert drawn == [np.random.RandomState(seed).random() for seed in seeds]
+
+
+@EACH
 def test_a_policy_that_never_ends_its_episode(script, registered, tmp_path, capsys):
     """Sampled episodes are told first. A limit bounds training, and evaluation: 2 x 3 x 5 steps."""
     made = []

@@ -637,10 +637,11 @@ FULLY = {  # and what is said of it, by tyro's frame or in one line
     "--resume run --total-timesteps 16": "run has finished: a larger",
     "--evaluate run --capture-video": "moviepy is not installed",
 }  # fmt: skip
-THREE = {  # on each other script
+FEW = {  # on each other script
     "--epsilon 0.2": "Unrecognized options: --epsilon", "--resume nowhere": "no checkpoint",
     "--resume run --seed 9": "seed: run keeps its 1: leave the flag out",
-    "--checkpoint-interval 0": "checkpoint_interval is 0",
+    "--checkpoint-interval 0": "checkpoint_interval is 0", "--gamma 1.1": "gamma is 1.1: not in 0",
+    "--gae-lambda 1.1": "gae_lambda is 1.1: not in 0 ... 1",
 }  # fmt: skip
 IF = {  # it has this flag
     "num_steps": {"--num-envs 0": "num_envs is 0", "--total-timesteps 1": "(an iteration is num_"},
@@ -657,7 +658,7 @@ def test_wrong_flags_are_told_and_change_nothing(script, tmp_path, monkeypatch, 
     train(script, Path("run"))
     before, otherwise = content(tmp_path), []
     module = importlib.import_module(script)
-    cases = dict(FULLY if script == "ppo_continuous_action" else THREE)
+    cases = dict(FULLY if script == "ppo_continuous_action" else FEW)
     for flag in IF.keys() & vars(module.Args).keys():
         cases |= IF[flag]
     for flags, says in cases.items():

@@ -69,6 +69,9 @@ def test_the_kl_of_the_old_policy_from_the_new_one():
     old, new = (Gaussian(torch.tensor([[m]]), torch.tensor([[v]])) for m, v in ((0, 0), (0.1, 0.2)))
     assert old.kl(new).item() == pytest.approx(0.0134590303, rel=1e-4)
     assert new.kl(old).item() == pytest.approx(0.0157013791, rel=1e-4)
+    normal = torch.distributions.Normal(new.mean, (0.5 * new.logvar).exp())
+    action = torch.tensor([[0.7]])
+    torch.testing.assert_close(new.log_prob(action), normal.log_prob(action).sum(-1))
 
 
 def test_the_loss_and_its_hinge():
@@ -115,6 +118,10 @@ def test_beta_climbs_to_its_limit_and_then_the_rate_falls(kl):
     assert betas == pytest.approx(CLIMB) and rates == pytest.approx(FALL)
     it.adapt(1.0 - kl)  # from its limit, not on the powers it came by
     assert it.beta == pytest.approx(35 / 1.5 if kl else 1.5 / 35)
+    for beta in (29.9, 30.1):
+        it = servo(beta=beta / 1.5 if kl else 1.5 / beta)
+        it.adapt(kl)
+        assert (it.lr_multiplier == 1.0) == (beta < 30)
 
 
 @pytest.mark.parametrize(
@@ -293,6 +300,8 @@ def test_budgets_and_what_a_resumed_run_takes_from_its_flags(tmp_path, monkeypat
     assert first["agent"]["obs_moments.count"] == seen[1][1] + first["global_step"]
     assert seen[1][1] > 5 * 8
     assert sum(number for number, *_ in first["episodes"]) == 25
+    scores, lengths = np.array([episode[1:] for episode in rows(folder)[1:]], float).T
+    assert scores.tolist() == lengths.tolist() and sum(lengths) == first["global_step"]
     assert first["iteration"] == 4 and len(rows(folder)) == 1 + 20
     points = scalars(folder)
     betas = [value for _, value in points["charts/beta"]]
@@ -313,6 +322,9 @@ def test_budgets_and_what_a_resumed_run_takes_from_its_flags(tmp_path, monkeypat
         script.train(parse(f"--resume {folder} {rates} -k 0.7 -b 10 -n 30"))
     assert len(rows(folder)) == 1 + 30
     assert found == [(0.7, 35, True), [pytest.approx(1e-5 * 1.5**-3), 1e-6]]
+    rates = "--learning-rate 0 --value-learning-rate 0"  # 0 is a number
+    short, long = (train(tmp_path / n, f"-n {n} {rates}")["agent"] for n in ("5", "10"))
+    assert all(torch.equal(short[name], long[name]) for name in short if "moments" not in name)
     checkpoint = train(tmp_path / "steps", "--total-timesteps 500")
     *_, (before, _), (end, _) = scalars(tmp_path / "steps")["charts/beta"]
     assert before < 500 <= end == checkpoint["global_step"]
