@@ -646,6 +646,7 @@ FEW = {  # on each other script
 IF = {  # it has this flag
     "num_steps": {"--num-envs 0": "num_envs is 0", "--total-timesteps 1": "(an iteration is num_"},
     "env_kwargs": {"--env-kwargs []": "no JSON object"},
+    "num_minibatches": {"--num-minibatches 0": "num_minibatches is 0"},
     "resize": {"--resize 60": "height and width are needed"},
 }
 

@@ -103,6 +103,8 @@ script.leave()
 os.environ["MASTER_PORT"] = port  # the first may still be in use
 agents, plain = [], script.compile_grad
 script.compile_grad = lambda agent, args: agents.append(agent) or plain(agent, args)
+seed = torch.manual_seed  # each rank begins with weights of its own; those of rank 0 count
+torch.manual_seed = lambda number: seed(number + int(rank))
 script.train(script.parse_args(argv))
 torch.save(tests.vector(agents[0]), f"parameters{{rank}}.pt")
 """.format(paths=[str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)])

@@ -198,6 +198,28 @@ def test_choices_are_drawn_with_their_probabilities():
 
 
 # --- Atari, older runs ----------------------------------------------------------------------------
+@pytest.mark.parametrize("script", [ppo_pixels, ppo_lstm])
+def test_a_held_action_shows_the_last_image(script, monkeypatch):
+    class Dusk(gym.Env):
+        observation_space, action_space = image(36, 36, 1), spaces.Discrete(2)
+
+        def look(self):
+            return np.full((36, 36, 1), 200 - self.t, np.uint8)
+
+        def reset(self, seed=None, options=None):
+            self.t = 0
+            return self.look(), {}
+
+        def step(self, action):
+            self.t += 1
+            return self.look(), 1.0, False, False, {}
+
+    monkeypatch.setattr(script, "make_env", lambda *_, **__: Dusk())
+    envs = script.make_envs(script.Args(action_repeat=3), 1, {})
+    rewards, *_ = envs.step(np.zeros((1, 1)))
+    assert rewards.tolist() == [3.0] and set(envs.obs["obs"].ravel().tolist()) == {197}
+
+
 def test_atari_shows_the_brighter_of_two_frames_and_counts_every_reward():
     args = Args(env_id="ALE/Pong-v5", num_envs=1)
     envs, env = ppo_pixels.make_envs(args, 1, {}), ppo_pixels.make_env("ALE/Pong-v5")
