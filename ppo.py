@@ -78,7 +78,7 @@ class Args:
 
     # Environments
     env_id: str = "CartPole-v1"  # gymnasium's id, module:Id or envpool:Id; discrete actions
-    env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
+    env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"NAME": 2}'
     max_episode_steps: int | None = None  # truncate episodes after that many steps
     num_envs: int = 4  # environments played side by side
     env_workers: int = 0  # processes (EnvPool: threads) for num_envs > 1; 0: the main process

@@ -66,7 +66,7 @@ class Args:
     cuda: bool = True  # use GPUs if there are any
     device_ids: list[int] = field(default_factory=list)  # GPU of each process of a node: 0 0 1 1
     backend: Literal["gloo", "nccl", "mpi"] | None = None  # default nccl, if none share a GPU
-    num_threads: int = 0  # CPU threads of torch in a process; 0: an equal share of the node's cores
+    num_threads: int = 0  # CPU threads of torch; 0: its own number, of several processes a share
     env_threads: int = 0  # CPU threads of a process's environments; 0: as for --num-threads
     channels_last: bool = True  # convolutions in channels-last order: same results to rounding
     bf16: bool = False  # convolutions and hidden layer in bfloat16: faster if the hardware has it

@@ -84,7 +84,7 @@ class Args:
 
     # Environments
     env_id: Annotated[str, arg(aliases=["--env-name"])] = "Humanoid-v4"  # with a finite action Box
-    env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
+    env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"NAME": 2}'
     max_episode_steps: int | None = None  # truncate episodes after that many steps
     num_envs: int = 1  # environments played side by side; their whole episodes are pooled
     env_workers: int = 0  # processes for num_envs > 1; 0: the main process

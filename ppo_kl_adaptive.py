@@ -84,7 +84,7 @@ class Args:
 
     # Environments
     env_id: Annotated[str, arg(aliases=["--env-name"])] = "Hopper-v4"  # or module:Id, dm_control/Id
-    env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
+    env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"NAME": 2}'
     max_episode_steps: int | None = None  # truncate episodes after that many steps
     num_envs: int = 1  # environments played side by side; their whole episodes are pooled
     env_workers: int = 0  # processes for num_envs > 1; 0: the main process
@@ -361,15 +361,11 @@ def advantages_and_returns(data: Rollout, values: np.ndarray, args: Args):
     return advantages, advantages + values[:-1] if args.lambda_returns else returns
 
 
-def optimizers(agent: Agent, args: Args) -> tuple[torch.optim.Adam, torch.optim.Adam]:
+def optimizers(agent: Agent) -> tuple[torch.optim.Adam, torch.optim.Adam]:
     """Adam for the policy's loss and for the critic's, each of all parameters: one without a
-    gradient stays. Coady's rates depend on the second layers' units."""
-    policy_rate = args.learning_rate
-    if policy_rate is None:
-        policy_rate = 9e-4 / math.sqrt(agent.actor[2].out_features)
-    value_rate = args.value_learning_rate
-    if value_rate is None:
-        value_rate = 1e-2 / math.sqrt(agent.critic[2].out_features)
+    gradient stays. Coady's rates, if none are given, depend on the second layers' units."""
+    policy_rate = 9e-4 / math.sqrt(agent.actor[2].out_features)
+    value_rate = 1e-2 / math.sqrt(agent.critic[2].out_features)
     logvar = [] if agent.discrete else [agent.actor_logvar]
     others = [p for p in agent.parameters() if p not in {*logvar}]
     # the original's log variance is the sum of `speed` equal parameters, and Adam moves each as far
@@ -383,7 +379,7 @@ def fit_policy(agent: Agent, batch: Batch, args: Args) -> dict[str, float]:
     """Up to `update_epochs` passes over the batch, a step of Adam each, and the servo."""
     servo = agent.servo
     adam = agent.policy_adam
-    rate = adam.defaults["lr"]  # of `optimizers`: a checkpoint's is the last step's
+    rate = adam.defaults["lr"] if args.learning_rate is None else args.learning_rate
     for epoch in range(args.update_epochs + 1):
         # the loss that the next step descends also measures what the last one did
         loss, metrics = ppo_loss(agent, batch)
@@ -408,7 +404,8 @@ def fit_value(agent: Agent, batch: Batch, args: Args):
     """Fit the value function to the returns of this batch and of the one before, whose features and
     returns stay as they were; then keep this batch in its place."""
     adam = agent.value_adam
-    adam.param_groups[0]["lr"] = adam.defaults["lr"]
+    rate = args.value_learning_rate
+    adam.param_groups[0]["lr"] = adam.defaults["lr"] if rate is None else rate
     features = batch.features
     returns = batch.returns
     # minibatches of 256 to 511; a pass shuffles all, but stops after as many as this batch has
@@ -505,7 +502,7 @@ def train(args: Args) -> Path:
     envs = make_envs(args, args.num_envs, checkpoint)
     torch.manual_seed(args.seed)  # after the environments, which may seed torch themselves
     agent = Agent(envs, args).to(device)
-    agent.policy_adam, agent.value_adam = optimizers(agent, args)
+    agent.policy_adam, agent.value_adam = optimizers(agent)
     if args.resume:
         agent.load_state_dict(load(args.resume, envs)[0].state_dict())
         for name in ("policy_adam", "value_adam"):  # their rates are those of the arguments

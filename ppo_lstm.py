@@ -18,11 +18,11 @@ Schulman et al. 2017, https://arxiv.org/abs/1707.06347, with the details of Huan
 
     python ppo_lstm.py --env-id CarRacing-v3  # --resume RUN goes on, --evaluate RUN plays
     python ppo_lstm.py --env-id minigrid:MiniGrid-MemoryS7-v0 --num-envs 16 --memory gru
-    python ppo_lstm.py --env-id popgym:popgym-RepeatPreviousEasy-v0 --previous-action
+    python ppo_lstm.py --env-id popgym:popgym-RepeatPreviousEasy-v0 --memory gru  # more: its page
 
 `diff ppo_pixels.py ppo_lstm.py` shows the memory and little else. --num-steps has to reach from a
-cue to its use. Expect 500 on CartPole without velocities after 100,000 steps (greedy). Flags and
-tags are CleanRL's. Left out: transformers.
+cue to its use. Expect 500 on CartPole without velocities after 100,000 steps (greedy, by the flags
+of its page). Flags and tags are CleanRL's. Left out: transformers.
 
 In order: Args, agent, algorithm, rollout, train. Below the line after train nothing is PPO.
 """
@@ -87,7 +87,7 @@ class Args:
     env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"continuous": false}'
     max_episode_steps: int | None = None  # truncate episodes after that many steps
     num_envs: int = 8  # environments played side by side
-    env_workers: int = 0  # processes (EnvPool: threads) for num_envs > 1; 0: the main process
+    env_workers: int = 0  # processes for num_envs > 1, 0: none; EnvPool's threads, 0: torch's
     frame_stack: int = 0  # images (not vectors) seen at once; 0: 4 for ALE/..., or else 1
     resize: str = ""  # height and width of images, as 60x80; default: the shorter is 96 at most
     grayscale: bool = False  # grey instead of red, green and blue

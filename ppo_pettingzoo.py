@@ -87,7 +87,7 @@ class Args:
 
     # Environments
     env_id: str = "mpe2.simple_speaker_listener_v4"  # or sisl/pursuit_v5, your module:function
-    env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"frame_skip": 2}'
+    env_kwargs: str = "{}"  # arguments of the environment as a JSON object: '{"NAME": 2}'
     num_envs: int = 16  # environments played side by side
     env_workers: int = 0  # processes for num_envs > 1; 0: the main process
     max_episode_steps: int | None = None  # truncate episodes after that many steps

@@ -97,7 +97,7 @@ def test_updates_are_those_of_the_reference(name):
     flags |= {"episodes_per_batch": 5, "num_envs": 2}
     space = gym.spaces.Discrete(3) if discrete else BOX
     module, args, agent = make("ppo_kl_adaptive", SPACE, space, **flags | SERVOS[name])
-    agent.policy_adam, agent.value_adam = module.optimizers(agent, args)
+    agent.policy_adam, agent.value_adam = module.optimizers(agent)
     p, seen, moments, servo = parameters(agent), Counter(), Seen(), Servo(args.servo)
     adams, replay, rng = (Adam(1e-8), Adam(1e-8)), [], np.random.default_rng(7)
     speeds = {"actor_logvar": 100 * 2 // 48}
@@ -109,6 +109,8 @@ def test_updates_are_those_of_the_reference(name):
     assert len(steps) == 552 and (~valid).sum() > 50
     assert sorted(steps) == sorted(at for episode in episodes for at in episode[:-1])
     for _ in range(2):
+        args.learning_rate *= 0.9  # a schedule's
+        args.value_learning_rate *= 0.9
         obs = rng.normal(0, [1, 5, 0.1], (*time.shape, 3)).astype(np.float32)
         normal = rng.normal(0, 1, (*valid.shape, 2)).astype(np.float32)
         actions = rng.integers(0, 3, valid.shape) if discrete else normal

@@ -56,7 +56,7 @@ def make_agent(obs_dim=3, actions=2, discrete=False, **args) -> tuple[Agent, Arg
         action_space=spaces.Discrete(actions) if discrete else box,
     )
     agent = Agent(problem, Args(**args))
-    agent.policy_adam, agent.value_adam = script.optimizers(agent, Args(**args))
+    agent.policy_adam, agent.value_adam = script.optimizers(agent)
     return agent, Args(**args)
 
 
@@ -235,7 +235,7 @@ def start(env_id="Drawn-v0", num_envs=1):
     envs = script.make_envs(args, num_envs, {})
     torch.manual_seed(0)
     agent = Agent(envs, args)
-    agent.policy_adam, agent.value_adam = script.optimizers(agent, args)
+    agent.policy_adam, agent.value_adam = script.optimizers(agent)
     return agent, envs, SimpleNamespace(episodes=[(0, 0.0, [])] * num_envs), args
 
 
