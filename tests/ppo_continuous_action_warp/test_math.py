@@ -189,17 +189,19 @@ def test_the_pages_environment_trains(tmp_path, monkeypatch, capfd):
     module, play, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "my_robots.py").write_text(module)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run = Path("runs/RUN")
     flags = "--env-id my_robots:Point --num-envs 64 --num-steps 32 --total-timesteps 60000"
-    checkpoint = train(tmp_path / "run", flags)
-    scores = returns(tmp_path / "run")
+    checkpoint = train(run, flags)
+    scores = returns(run)
     assert np.mean(scores[:50]) < -25 and np.mean(scores[-50:]) > -15
     assert checkpoint["envs"].keys() == {"steps", "place", "goal"}
     assert "play with" not in capfd.readouterr().out
-    again = ["--evaluate", str(tmp_path / "run")]
+    again = ["--evaluate", str(run)]
     refused(capfd, "give --env-id my_robots:Point again", script.parse_args, again)
     args = script.parse_args([*again, "--env-id", "my_robots:Point"])
     refused(capfd, "for your own: see `load`", script.evaluate, args)
-    exec(play, {"folder": tmp_path / "run"})  # as the page says
+    exec(play, {})  # as the page says
     assert -15 < float(capfd.readouterr().out) < 0
 
 
