@@ -36,12 +36,9 @@ ALGORITHM = {
 SPLIT = {"Run", "WorkerEnvs", "PoolEnvs"}  # method by method
 # All else of one name is one text, but for these scripts, whose groups have a text each
 OWN = {
-    "PoolEnvs.__init__": [
-        [PPO],
-        [PIXELS, LSTM],
-    ],  # several parts; options of Atari, lives and games
+    "PoolEnvs.__init__": [[PPO], [PIXELS, LSTM]],  # choices; options of Atari, lives and games
     "PoolEnvs.flatten": [[PPO]],  # choices as ones and zeros
-    "PoolEnvs.step": [[PPO], [PIXELS, LSTM]],  # several parts; raw scores and lost lives
+    "PoolEnvs.step": [[PPO], [PIXELS, LSTM]],  # choices; raw scores and lost lives
     "Run.__exit__": [[KL], [CMA], [ATARI], [WARP]],  # beyond the total; of rank 0; no sys.exit
     "Run.log": [[ATARI]],  # of rank 0
     "WorkerEnvs.receive": [[PIXELS, LSTM]],  # observations of several parts
