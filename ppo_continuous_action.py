@@ -356,8 +356,7 @@ def update(agent: Agent, data: Rollout, args: Args, step=minibatch_step) -> dict
 # --- rollout and training -------------------------------------------------------------------------
 def rollout(agent: Agent, envs: "Envs | WorkerEnvs | PoolEnvs", run: "Run", args: Args) -> Rollout:
     """Take `num_steps` steps in every environment, from where the last ones stopped (detail 1)."""
-    T = args.num_steps
-    N = args.num_envs
+    T, N = args.num_steps, args.num_envs
     obs = np.zeros((T + 1, *envs.obs.shape), np.float32)
     actions = np.zeros((T, N, len(agent.action_scale)), np.float32)
     rewards = np.zeros((T, N))
@@ -507,12 +506,11 @@ def epoch_steps(step, minibatches):
 
 
 def compile_step(agent: Agent, args: Args):
-    """`minibatch_step`, compiled unless the run is short or no compiler works."""
+    """`minibatch_step`, compiled unless the run is short, hooks are set or no compiler works."""
     steps = args.num_iterations * args.update_epochs * args.num_minibatches
-    if not args.compile or steps < args.compile_from:
+    hooks = any(p._backward_hooks for p in agent.parameters())  # compiled code calls none
+    if not args.compile or steps < args.compile_from or hooks:
         return minibatch_step
-    if any(p._backward_hooks for p in agent.parameters()):
-        raise RuntimeError("a compiled step calls no hooks on gradients: --no-compile")
     options = {"cpp.vec_isa_ok": True, "cpp.use_decompose_tanh": True}  # compiles and runs faster
     options["cpp_wrapper"] = agent.adam["steps"].is_cpu  # kernels are called from C++
     try:
@@ -752,8 +750,7 @@ class Run(contextlib.AbstractContextManager):
             print(f"{self.folder} is not locked: {error}", file=sys.stderr)
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {shlex.quote(str(self.folder))} goes on with it")
-        # drop the rows after the checkpoint: they will be logged again
-        self.csv.truncate(min(checkpoint.get("csv_size", 0), self.csv.tell()))
+        self.csv.truncate(min(checkpoint.get("csv_size", 0), self.csv.tell()))  # rows come again
         if self.csv.seek(0, os.SEEK_END) == 0:
             self.csv.write("global_step,seconds,return,length\n")
         self.wandb = None

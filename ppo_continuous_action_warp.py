@@ -58,7 +58,7 @@ from tqdm import tqdm
 class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run's name
     seed: int = 1  # seeds the networks, actions, minibatches and each episode's reset
-    torch_deterministic: bool = True  # sets torch.backends.cudnn.deterministic
+    torch_deterministic: bool = True  # CleanRL's; it changes nothing here
     cuda: bool = True  # use a GPU if there is one; without, this is the wrong script for MuJoCo
     num_threads: int = 1  # CPU threads of torch
     cudagraphs: bool = True  # on a GPU, record rollout and update, and replay them
@@ -356,15 +356,13 @@ def update(agent: Agent, data: Rollout, args: Args, is_first: bool = False) -> d
 def start(agent: Agent, envs: "DeviceEnvs", args: Args) -> Rollout:
     """Begin an episode in every environment; returns the rollout that is filled again and again,
     with the first observations in its last row."""
-    T = args.num_steps
-    N = args.num_envs
+    T, N = args.num_steps, args.num_envs
     rewards = torch.zeros(T, N, device=envs.device)
     ends = rewards > 0
-    first_obs = envs.reset(~ends[0]).clone()
+    obs = envs.reset(~ends[0]).repeat(T + 1, 1, 1)
     if args.stagger_episodes:  # or all would reach the limit at once, again and again
         envs.steps.random_(envs.limit)
     actions = agent.noise(N).repeat(T, 1, 1)
-    obs = first_obs.repeat(T + 1, 1, 1)
     ends = {"terminated": ends, "truncated": ends.clone(), "discounted": rewards.clone()}
     return Rollout(obs=obs, next_obs=obs[1:].clone(), actions=actions, rewards=rewards, **ends)
 
@@ -389,7 +387,6 @@ def rollout(agent: Agent, envs: "DeviceEnvs", data: Rollout, args: Args):
 def train(args: Args) -> Path:
     """Train, or go on training; returns the run's folder."""
     torch.set_num_threads(args.num_threads)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cuda.matmul.allow_tf32 = args.tf32
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     checkpoint = load_checkpoint(args.resume) if args.resume else {}
@@ -585,8 +582,7 @@ class Warp(DeviceEnvs):
         box = env.action_space
         super().__init__(num_envs, device, dim, box.low, box.high, limit=1000)
         self.task = TASKS[env_id]
-        self.frame_skip = env.frame_skip
-        self.dt = env.dt
+        self.env = env
         self.hidden = env.model.nq + env.model.nv - dim  # positions not observed
         with warp.ScopedDevice(str(device)):
             self.model = mujoco_warp.put_model(env.model)
@@ -596,7 +592,6 @@ class Warp(DeviceEnvs):
             self.register_buffer(name, warp.to_torch(getattr(self.data, name)))
         self.register_buffer("x", self.qpos[:, 0].clone())  # the robot's place before a step
         self.init_qpos = self.qpos[0].clone()
-        self.is_ant = env_id == "Ant-v4"
         self.healthy_low = torch.full((env.model.nq + env.model.nv,), -math.inf, device=device)
         self.healthy_high = -self.healthy_low
         for entries, low, high in self.task.healthy:
@@ -604,7 +599,7 @@ class Warp(DeviceEnvs):
             self.healthy_high[entries] = high
 
     def simulate(self):
-        for _ in range(self.frame_skip):
+        for _ in range(self.env.frame_skip):
             self.mjw.step(self.model, self.data)
 
     def advance(self):
@@ -636,8 +631,8 @@ class Warp(DeviceEnvs):
         self.advance()
         self.steps += 1
         # gymnasium measures the ant where the engine last computed its body's place
-        x = self.xpos[:, 1, 0] if self.is_ant else self.qpos[:, 0]
-        reward = self.task.forward * (x - self.x) / self.dt + self.task.alive
+        x = self.xpos[:, 1, 0] if self.task is TASKS["Ant-v4"] else self.qpos[:, 0]
+        reward = self.task.forward * (x - self.x) / self.env.dt + self.task.alive
         reward = reward - self.task.cost * actions.square().sum(dim=1)
         self.x.copy_(x)
         state = torch.cat([self.qpos, self.qvel], dim=1)
@@ -687,8 +682,7 @@ class Run(contextlib.AbstractContextManager):
             print(f"{self.folder} is not locked: {error}", file=sys.stderr)
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {shlex.quote(str(self.folder))} goes on with it")
-        # drop the rows after the checkpoint: they will be logged again
-        self.csv.truncate(min(checkpoint.get("csv_size", 0), self.csv.tell()))
+        self.csv.truncate(min(checkpoint.get("csv_size", 0), self.csv.tell()))  # rows come again
         if self.csv.seek(0, os.SEEK_END) == 0:
             self.csv.write("global_step,seconds,return,length\n")
         self.wandb = None

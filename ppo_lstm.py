@@ -395,11 +395,10 @@ class Agent(nn.Module):
 
     def choose_action(self, policy: Policy, noise: torch.Tensor | None = None) -> torch.Tensor:
         """The likeliest choices and the means as actions [B, K + M]; given noise, samples."""
-        logprobs = policy.logprobs
-        mean = policy.mean
+        logprobs, mean, logstd = policy
         if noise is not None:
             logprobs = logprobs + noise[:, : sum(self.sizes)]
-            mean = mean + policy.logstd.exp() * noise[:, sum(self.sizes) :]
+            mean = mean + logstd.exp() * noise[:, sum(self.sizes) :]
         parts = logprobs.split(self.sizes, dim=-1)
         choices = [part.argmax(dim=-1, keepdim=True) for part in parts]
         return torch.cat([*choices, self.action_bias + self.action_scale * mean], dim=-1)
@@ -592,8 +591,7 @@ def update(agent: Agent, data: Rollout, args: Args) -> dict[str, float]:
 def rollout(agent: Agent, envs, state: torch.Tensor, run: "Run", args: Args):
     """Take `num_steps` steps in every environment, from where the last ones stopped (detail 1) in
     this state; returns a Rollout and the state after it."""
-    T = args.num_steps
-    N = args.num_envs
+    T, N = args.num_steps, args.num_envs
     device = agent.action_scale.device
     obs = envs.obs.to(device).map(lambda x: x.new_empty((T + 1, *x.shape)))
     actions = torch.zeros((T, N, len(agent.sizes) + len(agent.action_scale)), device=device)
@@ -1118,8 +1116,7 @@ class Run(contextlib.AbstractContextManager):
             print(f"{self.folder} is not locked: {error}", file=sys.stderr)
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {shlex.quote(str(self.folder))} goes on with it")
-        # drop the rows after the checkpoint: they will be logged again
-        self.csv.truncate(min(checkpoint.get("csv_size", 0), self.csv.tell()))
+        self.csv.truncate(min(checkpoint.get("csv_size", 0), self.csv.tell()))  # rows come again
         if self.csv.seek(0, os.SEEK_END) == 0:
             self.csv.write("global_step,seconds,return,length\n")
         self.wandb = None

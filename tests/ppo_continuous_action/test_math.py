@@ -171,6 +171,13 @@ def compiled_step(script):
     return args, agent, batch, compiled
 
 
+@both
+def test_a_step_whose_gradients_have_hooks_stays_eager(script):
+    args, agent = set_up(script, compile=True, compile_from=0)
+    agent.critic[0].bias.register_hook(torch.zeros_like)
+    assert script.compile_step(agent, args) is script.minibatch_step
+
+
 @pytest.mark.slow
 @both
 def test_compiled_steps_follow_every_number_of_args(script):
