@@ -215,6 +215,7 @@ class Mutants:
         """Writes of each test that passes its seconds and the script's functions that it calls; ?
         stands for those that other processes or compiled code may call."""
         seconds, calls, names, file = {}, {}, set(), sys.modules[script].__file__
+        shared = {}  # what a fixture of a module calls, for the first test that asks for it
 
         def called(frame, event, _):
             code = frame.f_code
@@ -234,6 +235,9 @@ class Mutants:
             begun, failed = time.monotonic(), self.session.testsfailed
             graphs = sum(counters["frames"].values())
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
+            for name, found in item._fixtureinfo.name2fixturedefs.items():
+                if found[-1].scope == "module":
+                    names |= shared.setdefault((name, item.module), names.copy())
             if self.session.testsfailed == failed:
                 seconds[item.nodeid] = time.monotonic() - begun
                 compiled = sum(counters["frames"].values()) != graphs
