@@ -70,9 +70,8 @@ def test_from_a_cell_of_readme_to_its_ten_seeds():
     assert row["seeds"] == "201..210"
     scores = sorted(np.mean(json.loads(path.read_text())["evaluation"]) for path in jsons)
     assert f"{np.mean(scores[2:8]):,.0f}" == shown
-    assert {json.loads(x.read_text())["git_commit"][:7] for x in jsons} == set(
-        row["commit"].split()
-    )
+    commits = {json.loads(path.read_text())["git_commit"][:7] for path in jsons}
+    assert commits == {*row["commit"].split()}
 
 
 def test_all_files_of_the_index_exist():
@@ -174,10 +173,8 @@ def test_who_is_ahead_for_certain():
     kl, cma = (sorted(x for name, x in ahead if name == other) for other in others)
     assert kl == ["Ant-v4", "HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"]
     assert cma == ["Ant-v4", "HalfCheetah-v4"] and not behind
-    text = " ".join(docs.PAGES[0].read_text().split())
-    assert (
-        "both others on HalfCheetah and Ant, and of KL-adaptive PPO on Hopper and Walker2d" in text
-    )
+    says = "both others on HalfCheetah and Ant, and of KL-adaptive PPO on Hopper and Walker2d"
+    assert says in " ".join(docs.PAGES[0].read_text().split())
 
 
 def test_who_is_ahead_of_cleanrls_settings():
@@ -206,8 +203,7 @@ JUDGED = [  # of what_matters.md: a sentence with P and p; before and after, tas
 
 @pytest.mark.parametrize(("words", "pair", "env_ids", "metric"), JUDGED)
 def test_what_matters_says_what_compare_says(words, pair, env_ids, metric):
-    ((probability, p),) = re.findall(
-        words, " ".join((docs.DOCS / "what_matters.md").read_text().split())
-    )
+    text = " ".join((docs.DOCS / "what_matters.md").read_text().split())
+    ((probability, p),) = re.findall(words, text)
     own = judged(*pair, env_ids, metric)
     assert (probability, float(p)) == (f"{own.probability:.2f}", float(f"{own.p:.2g}"))
