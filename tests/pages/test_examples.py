@@ -22,7 +22,6 @@ import ppo_kl_adaptive
 COMING = (ROOT / "docs" / "coming_from.md").read_text()
 YOURS = (ROOT / "docs" / "your_environment.md").read_text()
 GYMNASIUM = (ppo, ppo_continuous_action, ppo_cma, ppo_kl_adaptive)
-ALL = pytest.mark.parametrize("script", GYMNASIUM, ids=lambda module: module.__name__)
 
 # Of each script: two iterations of some 500 steps
 CLIPPED = "--num-minibatches 8 --update-epochs 2 --total-timesteps 1024 --no-cuda"
@@ -82,7 +81,7 @@ def start(snippet: str, script, flags: str) -> dict:
 
 
 # --- coming_from.md -------------------------------------------------------------------------------
-@ALL
+@pytest.mark.parametrize("script", GYMNASIUM, ids=lambda x: x.__name__)
 def test_evaluating_while_it_trains(script, place, capsys):
     flags = "--checkpoint-interval 1 --eval-episodes 2 --run-dir"
     scores = start(WATCH, script, f"{flags} watched")["scores"]

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmark import compare, data, report
-from benchmark.published import HERE, RESULTS, ROOT, curves, docs, index, superseded, tables
+from benchmark import compare, report
+from benchmark.published import HERE, RESULTS, ROOT, curves, docs, index, tables
 from benchmark.published.lists import CLIPPED, EIGHT, HARD, MUJOCO, SCRIPTS, TASKS
 from benchmark.stats import iqm
 
@@ -94,19 +94,6 @@ def test_thinned_rows_have_the_last_100_episodes():
             assert last == pytest.approx(run.info["final_return"], abs=0.01 * abs(last) + 0.02)
 
 
-def test_a_row_of_a_superseded_run_has_its_scores(tmp_path):
-    runs = data.find([RESULTS / "Hopper-v4/ppo_cma"])
-    superseded.write(RESULTS / "Hopper-v4/ppo_cma", tmp_path)
-    rows = superseded.read(tmp_path)
-    assert len(rows) == len(runs) >= 10
-    for row, run in zip(rows, runs, strict=True):
-        for name in ("env_id", "algorithm", "seed"):
-            assert getattr(row, name) == getattr(run, name)
-        assert row.info["global_step"] == run.info["global_step"]
-        for metric in ("training", "evaluation"):
-            assert row.score(metric) == pytest.approx(run.score(metric), abs=1e-4)
-
-
 # --- numbers in sentences -------------------------------------------------------------------------
 LAST, FINAL = "training", "evaluation"
 EXPECTED = [  # of a docstring: what stands around the number, and what it is of which runs
@@ -153,11 +140,9 @@ def judged(before: str, after: str, env_ids, metric: str) -> compare.Judgement:
 
 def certain(found: dict) -> tuple[list, list]:
     """The keys that are ahead, and behind, with a p below 0.05 after Holm's correction."""
-    below = report.holm([x.p for x in found.values()]) < 0.05
-    both = [
-        (key, x.probability) for (key, x), sure in zip(found.items(), below, strict=True) if sure
-    ]
-    return [key for key, p in both if p > 0.5], [key for key, p in both if p < 0.5]
+    sure = dict(zip(found, report.holm([x.p for x in found.values()]) < 0.05, strict=True))
+    ahead = [key for key, x in found.items() if sure[key] and x.probability > 0.5]
+    return ahead, [key for key, x in found.items() if sure[key] and x.probability < 0.5]
 
 
 def listed(names: list[str]) -> str:
