@@ -17,12 +17,6 @@ from benchmark.report import band, holm, report
 EXACT = {"rel": 0, "abs": 1e-9}
 
 
-def ragged(seed: int = 0) -> list[np.ndarray]:
-    """Scores of three environments, of 3, 5 and 10 seeds."""
-    rng = np.random.default_rng(seed)
-    return [rng.normal(k, 1, n).round(1) for k, n in enumerate((3, 5, 10))]
-
-
 def test_iqm_sorts_and_trims_whole_runs():
     for runs in range(1, 14):
         x = np.random.default_rng(runs).normal(size=runs)
@@ -33,7 +27,8 @@ def test_iqm_sorts_and_trims_whole_runs():
 
 
 def test_iqm_weighs_environments_the_same():
-    scores = ragged()
+    rng = np.random.default_rng(0)
+    scores = [rng.normal(k, 1, seeds).round(1) for k, seeds in enumerate((3, 5, 10))]
     copies = sorted(np.concatenate([np.repeat(x, 120 // len(x)) for x in scores]))
     assert stats.iqm(*scores) == pytest.approx(np.mean(copies[90:270]), **EXACT)
 
@@ -54,15 +49,6 @@ def test_against_rliable():
         assert stats.interval(statistic, x) == pytest.approx((low, high), abs=0.006)
     assert stats.improvement(*x, *y) == pytest.approx(0.6267857142857143, **EXACT)
     assert stats.interval(stats.improvement, [*x, *y]) == pytest.approx((0.5313, 0.7223), abs=0.006)
-
-
-def test_all_resamples_of_ten_scores():
-    ways, weights = stats.every_resample(10)
-    assert ways.shape == (10, math.comb(19, 10))
-    assert weights[(ways != 3).all(axis=0)].sum() == pytest.approx(0.9**10)
-    scores = np.random.default_rng(1).normal(size=10)
-    exact = stats.interval(stats.iqm, [scores])
-    assert exact == pytest.approx(stats.interval(stats.iqm, [scores], resamples=200_000), abs=0.01)
 
 
 @pytest.mark.parametrize(("seeds", "environments"), stats.COVERAGE)
@@ -158,11 +144,8 @@ def test_report_numbers(written):
     wanted |= {"commit": "abc", "cpu": "Z80"}
     assert {name: row[name] for name in wanted} == wanted
     bad = [(x["seed"], x["status"], x["reason"]) for x in runs if x["status"] != "finished"]
-    assert bad == [
-        ("5", "running", "cut off or still at it"),
-        ("6", "failed", "exit | code <9>"),
-        ("7", "missing", "not begun"),
-    ]
+    told = [("5", "running", "cut off or still at it"), ("6", "failed", "exit | code <9>")]
+    assert bad == [*told, ("7", "missing", "not begun")]
 
 
 def test_a_report_begins_with_a_verdict(written, tmp_path):
@@ -171,9 +154,8 @@ def test_a_report_begins_with_a_verdict(written, tmp_path):
     assert "No evidence that ppo is ahead of other" in text
     assert "IQM 300.0 against 150.0; P(ppo > other) = 0.80" in text
     assert "Not compared, for want of runs of one length of all algorithms: Home-v0." in text
-    write_jobs(tmp_path, ["A-v0", "B-v0"], "ppo", range(10, 15))
-    write_jobs(tmp_path, ["A-v0", "B-v0"], "cma", range(20, 25))
-    write_jobs(tmp_path, ["A-v0", "B-v0"], "kl", range(19, 24))
+    for script, first in (("ppo", 10), ("cma", 20), ("kl", 19)):
+        write_jobs(tmp_path, ["A-v0", "B-v0"], script, range(first, first + 5))
     ended(report, [tmp_path], tmp_path / "out")
     text = verdict(tmp_path / "out")
     first, second = (line for line in text.splitlines() if line.startswith("*"))
@@ -210,9 +192,8 @@ def test_time_as_people_write_it():
 
 def test_the_page_needs_nothing_else(written):
     page = (written[1] / "index.html").read_text()
-    found = re.findall(r'(?:src|href|data)="([^"]{0,20})', page)
-    assert len(found) == 3
-    assert all(start.startswith("data:image/svg+xml") for start in found)
+    found = re.findall(r'(?:src|href|data)="([^"]{0,18})', page)
+    assert found == ["data:image/svg+xml"] * 3
     assert "exit | code &lt;9&gt;" in page
 
 
@@ -221,9 +202,8 @@ def test_report_ends(written, tmp_path):
     write_job(tmp_path / "begun", "CartPole-v1", "ppo", 1, 0, status="missing")
     write_jobs(tmp_path / "flat", ["Flat-v0"], "ppo", (7, 7))
     ended(report, home, out)
-    assert (
-        "8 of 8 runs have no score" in ended(report, home, out, metric="evaluation", code=1).stderr
-    )
+    unplayed = ended(report, home, out, metric="evaluation", code=1)
+    assert "8 of 8 runs have no score" in unplayed.stderr
     ended(report, [tmp_path / "begun"], out, code=1)
     ended(report, [tmp_path / "flat"], out)
     (tmp_path / "empty").mkdir()
@@ -238,8 +218,6 @@ ROWS = "".join(f"{k},{k},7.0,1\n" for k in range(1, 40))
 DAMAGED = {  # a file of a run, and what is in it instead
     "half": ("run.json", '{"status"'),
     "no seed": ("run.json", '{"args": {"env_id": "A-v0"}}'),
-    "worded seed": ("run.json", '{"args": {"env_id": "A-v0"}, "seed": "first"}'),
-    "played words": ("run.json", '{"args": {"env_id": "A-v0"}, "seed": 1, "evaluation": ["best"]}'),
     "no header": ("episodes.csv", "step,score\n1,1\n"),
     "two runs": ("episodes.csv", HEAD + ROWS + ROWS),
     "a job": ("job.json", "["),
@@ -251,8 +229,7 @@ def test_each_bad_run_is_named_and_the_others_are_reported(tmp_path):
         write_run(tmp_path / "runs" / f"s{seed}", seed)
     for k, (name, content) in enumerate(DAMAGED.values(), 3):
         write_run(tmp_path / "runs" / f"bad{k}", k)
-        raw = content.encode() if isinstance(content, str) else content
-        (tmp_path / "runs" / f"bad{k}" / name).write_bytes(raw)
+        (tmp_path / "runs" / f"bad{k}" / name).write_text(content)
     ended(report, [tmp_path / "runs"], tmp_path / "out", code=1)
     rows = table(tmp_path / "out" / "runs.csv")
     bad = sorted(row["reason"] for row in rows if row["status"] == "unreadable")
@@ -271,9 +248,9 @@ def test_a_table_cut_off_in_mid_write_has_all_its_whole_rows(tmp_path):
     assert found.steps.tolist() == list(range(1, 40))
 
 
-def write_side(root: Path, seeds: int = 5, shift: float = 0, env_ids: tuple = ("A-v0",)) -> Path:
+def write_side(root: Path, env_ids: tuple, shift: float) -> Path:
     """Runs of one side; their evaluations are the negative scores."""
-    for env_id, seed in product(env_ids, range(seeds)):
+    for env_id, seed in product(env_ids, range(5)):
         level = 200 + 10 * seed + shift
         write_job(root, env_id, "ppo", seed, level, evaluation=(-level,))
     return root
@@ -281,10 +258,8 @@ def write_side(root: Path, seeds: int = 5, shift: float = 0, env_ids: tuple = ("
 
 def test_compare_ends(tmp_path):
     two = ("A-v0", "B-v0")
-    old, same, better, worse = (
-        write_side(tmp_path / name, shift=shift, env_ids=two)
-        for name, shift in (("old", 0), ("same", 0), ("better", 50), ("worse", -50))
-    )
+    shifts = {"old": 0, "same": 0, "better": 50, "worse": -50}
+    old, same, better, worse = (write_side(tmp_path / x, two, shift) for x, shift in shifts.items())
     text = ended(compare, old, better).stdout
     assert "\n  improved\n" in text
     assert re.search(r"A-v0 +5 +5 +220\.0 +270\.0 +1\.00\n", text)

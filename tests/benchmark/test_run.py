@@ -1,4 +1,4 @@
-"""`python -m benchmark run` with a toy script; slow: with real ones and on Slurm."""
+"""`python -m benchmark run` with a toy script; slow: on Slurm."""
 
 import fcntl
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import harness
 import pytest
-from harness import HEAD, ROOT, TOY, digest, ended, lines, refused, told, wait_for
+from harness import ROOT, TOY, digest, ended, lines, refused, told, wait_for
 
 from benchmark import data
 from benchmark.programs import provenance
@@ -42,11 +42,6 @@ def starts_of(seed: int) -> list[dict]:
     return told(folder_of(seed) / "job.json")["starts"]
 
 
-def played(seed: int, episodes: int = 20) -> list[float]:
-    """The toy's returns of its final policy."""
-    return [pytest.approx((seed + 0.123) * (k + 1) * 1.11, abs=0.006) for k in range(episodes)]
-
-
 def check_whole(seeds: list[int], total: int):
     """Each run complete, exactly once."""
     assert sorted(lines("ends.txt")) == [["A-v0", str(seed)] for seed in seeds]
@@ -63,33 +58,32 @@ def test_every_environment_with_every_seed_once(toy):
     assert "6 of 6 jobs done, 0 failed" in done.stdout
     wanted = [(env_id, seed) for env_id in ("A-v0", "dir/B-v1") for seed in (4, 5, 6)]
     found = data.find([Path("runs")])
-    assert [(run.env_id, run.seed, run.status) for run in found] == [
-        (*place, "finished") for place in wanted
-    ]
+    assert [(x.env_id, x.seed, x.status) for x in found] == [(*x, "finished") for x in wanted]
     again = bench(**two, num_seeds=4)
     assert "8 jobs in runs, 6 done before" in again.stdout
     assert len(lines("starts.txt")) == len(lines("ends.txt")) == 8
 
     kept = data.find([Path("kept")])
-    assert [(run.env_id, run.algorithm, run.seed) for run in kept] == [
-        (env_id, "toy", seed) for env_id, seed in wanted
-    ]
+    assert [(x.env_id, x.seed, x.algorithm) for x in kept] == [(*x, "toy") for x in wanted]
     assert kept[1].returns.tolist() == [5.12, 10.12, 15.12, 20.12, 25.12]
     assert kept[1].steps.tolist() == [1, 2, 3, 4, 5]
-    assert kept[1].evaluation.tolist() == played(5)
+    played = [5.123 * 1.11 * k for k in range(1, 21)]  # by the toy's final policy
+    assert kept[1].evaluation.tolist() == pytest.approx(played, abs=0.006)
     assert kept[1].info["command"] == f"{FIVE} --env-id A-v0 --seed 5 --run-dir RUN"
     assert kept[1].score("training") == pytest.approx(15.12)
     assert kept[1].score("training", games=2) == pytest.approx(22.62)
 
 
 def test_killed_harness_and_killed_job(toy):
-    """SIGKILL of the harness and of a job; the command given again."""
+    """SIGKILL of the harness and of a job; the command given again. Slurm's warning goes to all
+    processes: the harness alone hears it, and stops its programs."""
     command = "python toy.py --total-timesteps 15 --tick 0.1"
     first_harness = background(command=command, num_seeds=4, workers=2)
     wait_for(lambda: len(lines("starts.txt")) == 2)
     first_harness.kill()
     first_harness.wait()
-    first = int(lines("starts.txt")[0][3])
+    first, other = (int(row[3]) for row in lines("starts.txt"))
+    os.kill(other, signal.SIGUSR2)
     time.sleep(0.3)
     os.kill(first, signal.SIGKILL)  # the other trains on without a harness
     done = bench(command=command, num_seeds=4, workers=2)
@@ -97,16 +91,6 @@ def test_killed_harness_and_killed_job(toy):
     check_whole([1, 2, 3, 4], 15)
     assert len(lines("starts.txt")) == 5
     assert len([row for row in lines("starts.txt") if row[4] == "resumed"]) == 1
-
-
-def test_a_program_does_not_hear_the_warning_of_slurm(toy):
-    """Slurm signals all processes of a job; the harness alone stops the program, which saves."""
-    running = background(command="python toy.py --total-timesteps 10 --tick 0.1", num_seeds=1)
-    wait_for(lambda: lines("starts.txt"))
-    os.kill(int(lines("starts.txt")[0][3]), signal.SIGUSR2)
-    assert running.wait(60) == 0
-    check_whole([1], 10)
-    assert len(lines("starts.txt")) == 1
 
 
 @pytest.mark.parametrize("number, ignored", [(signal.SIGINT, True), (signal.SIGTERM, False)])
@@ -163,22 +147,14 @@ def test_a_policy_that_plays_fewer_episodes_than_asked_for_fails(toy):
 
 def test_dry_run(toy):
     done = bench(dry_run=True, variant="fast")
-    assert done.stdout.splitlines() == [
-        f"{FIVE} --env-id A-v0 --seed {seed} --run-dir runs/A-v0/toy/fast-s{seed}/run"
-        for seed in (1, 2)
-    ]
+    command = f"{FIVE} --env-id A-v0 --seed %d --run-dir runs/A-v0/toy/fast-s%d/run\n"
+    assert done.stdout == command % (1, 1) + command % (2, 2)
     assert list(toy.iterdir()) == [toy / "toy.py"]
 
 
 def test_wrong_input_is_one_line(toy):
-    commands = (
-        "python none.py",
-        "python 'toy.py",
-        "true",
-        f"{FIVE} --seed=1",
-        "python toy.py {seed}",
-    )
-    wrongs = [{"command": words} for words in commands]
+    commands = ("none.py", "'toy.py", "toy.py --seed=1", "toy.py {seed}")
+    wrongs = [{"command": f"python {words}"} for words in commands] + [{"command": "true"}]
     for wrong in (*wrongs, {"num_seeds": 0}, {"variant": "a b"}, {"keep_policies": True}):
         refused("benchmark: --", run, **asked(wrong))
         assert not Path("runs").exists()
@@ -186,35 +162,31 @@ def test_wrong_input_is_one_line(toy):
     refused(f"was made by '{FIVE}' for A-v0", run, **asked({"command": f"{FIVE} --x 1"}))
 
 
-def stranger(info: str, head: str = repr(HEAD)):
-    """Writes other.py; what its run.json says is an expression of `name` and `seed`."""
-    Path("other.py").write_text(
-        "import json, os, sys\n*name, seed, out = sys.argv[1:]\nos.makedirs(out)\n"
-        f"open(f'{{out}}/episodes.csv', 'w').write({head} + '9,1,7,9\\n')\n"
-        f"json.dump({info}, open(f'{{out}}/run.json', 'w'))\n"
-    )
-
-
-def test_only_what_says_finished_and_can_be_read_is_done(toy):
-    head = f"({HEAD!r} if seed != '2' else 'step,score\\n')"
-    stranger("{'status': 'running' if seed == '1' else 'finished'}", head)
-    command = "python other.py {seed} {run_dir}"
-    done = bench(command=command, num_seeds=3, workers=2, retries=0, code=1)
-    assert "1 of 3 jobs done, 2 failed" in done.stdout
-    assert "s1/run/run.json does not say that it is finished" in done.stdout
-    assert "s2: failed; not a table of episodes: the columns are step,score" in done.stdout
+OTHER = """
+import json, os, sys
+_, env_id, seed, out = sys.argv
+os.makedirs(out)
+head = "step,score" if seed == "2" else "global_step,seconds,return,length"
+open(out + "/episodes.csv", "w").write(head + "\\n9,1,7,9\\n")
+info = {"status": "running" if seed == "1" else "finished"}
+if seed == "4":
+    info |= {"args": {"env_id": env_id}, "seed": 4, "git_commit": "mine"}
+    info |= {"hardware": "a TPU", "versions": {"jax": "1"}}
+json.dump(info, open(out + "/run.json", "w"))
+"""
 
 
 def test_a_program_that_is_not_ours_and_what_it_says_of_itself(toy):
-    stranger(
-        "{'args': {'env_id': name[0]}, 'seed': int(seed), 'status': 'finished', "
-        "'git_commit': 'mine', 'hardware': 'a TPU', 'versions': {'jax': '1'}}"
-    )
-    command = "python other.py {env_id} {seed} {run_dir}"
-    done = bench(command=command, num_seeds=1, results=Path("kept"), keep_policies=True)
-    assert "its policy is not kept" in done.stdout
+    """Only what says finished and can be read is done."""
+    Path("other.py").write_text(OTHER)
+    flags = {"num_seeds": 4, "workers": 2, "retries": 0, "keep_policies": True, "code": 1}
+    done = bench(command="python other.py {env_id} {seed} {run_dir}", results=Path("kept"), **flags)
+    assert "2 of 4 jobs done, 2 failed" in done.stdout
+    assert "s1/run/run.json does not say that it is finished" in done.stdout
+    assert "s2: failed; not a table of episodes: the columns are step,score" in done.stdout
+    assert done.stdout.count("its policy is not kept") == 2
     for folder in ("runs", "kept"):
-        (found,) = data.find([Path(folder)])
+        found = data.find([Path(folder)])[-1]
         assert (found.commit, found.cpu, found.returns.tolist()) == ("mine", "a TPU", [7])
         assert found.info["versions"]["jax"] == "1"
         assert found.info["versions"]["numpy"] == metadata.version("numpy")
@@ -265,12 +237,23 @@ def test_a_resumed_run_says_if_it_went_on_with_another_source(toy):
     assert kept.info["resumed_with"] == starts[1:]
 
 
-# --- with real scripts, on Slurm ------------------------------------------------------------------
+# --- on Slurm -------------------------------------------------------------------------------------
+NODES = {"123456": "node7:23456", "123457": "node7:23457", "7": "other:29500"}  # of jobs
 
-REAL = {
-    "command": "python ppo.py --total-timesteps 12000 --num-envs 4 --num-steps 64",
-    "env_ids": ["CartPole-v1"], "workers": 2, "eval_episodes": 3,
-}  # fmt: skip
+
+@pytest.mark.parametrize("job", NODES)
+def test_two_jobs_of_slurm_do_not_meet(job, tmp_path, monkeypatch):
+    """The published script's port is of the job's number, if neither port nor head is given."""
+    for name, text in (("srun", 'echo "$*"'), ("scontrol", "echo node7; echo node8")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": job, "SLURM_NNODES": "2"}
+    env |= {"SLURM_JOB_NODELIST": "node[7-8]"}
+    env |= {"PORT": "29500", "HEAD": "other"} if job == "7" else {}
+    script = ROOT / "benchmark/published/ppo_atari_multigpu.slurm"
+    words = subprocess.check_output(["bash", script, "--seed", "2"], env=env, text=True).split()
+    assert words[-4:] == ["--run-dir", f"runs/slurm-{job}", "--seed", "2"]
+    assert f"--rdzv-endpoint={NODES[job]}" in words
 
 
 CLUSTER = ROOT.parent / "shared" / "slurm" / "cluster"

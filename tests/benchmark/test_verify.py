@@ -15,8 +15,6 @@ from benchmark.programs import write_json
 from benchmark.run import run
 from benchmark.verify import keep, prediction, verify
 
-EQUAL = "2 equal to the last digit"
-
 
 def train(code: int = 0, **more) -> subprocess.CompletedProcess:
     given = {"command": "python toy.py", "env_ids": ["A-v0"], "num_seeds": 2, "retries": 0}
@@ -63,7 +61,8 @@ def test_what_is_kept_plays_as_it_did(kept, monkeypatch):
     first, *envs, last = verified().splitlines()
     minutes = 4 / os.cpu_count() / 6
     assert first == f"4 policies, some {minutes:.1f} minutes"
-    assert sorted(envs) == [f"{x}: 2 policies, 10 episodes: {EQUAL}" for x in ("A-v0", "B-v0")]
+    says = ": 2 policies, 10 episodes: 2 equal to the last digit"
+    assert sorted(envs) == [f"A-v0{says}", f"B-v0{says}"]
     assert last.startswith("4 of 4 policies play as their tables say; 0 were made by other")
 
 

@@ -69,13 +69,9 @@ def differing(name: str) -> set[str]:
     return {script for group in groups for script in group}
 
 
-def source(script: str) -> list[str]:
-    return (ROOT / f"{script}.py").read_text().splitlines()
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_bounds(script):
-    lines, (total, rule) = source(script), BOUNDS[script]
+    lines, (total, rule) = (ROOT / f"{script}.py").read_text().splitlines(), BOUNDS[script]
     (below,) = (k for k, line in enumerate(lines, 1) if line.startswith("# ==== below this line"))
     assert len(lines) <= total
     assert below <= rule + 1

@@ -1,6 +1,7 @@
 """The recipes of docs/change_this_script.md, as patches of a script. Each works eagerly and
 compiled, and does what it is for."""
 
+import functools
 import importlib.util
 import os
 import re
@@ -9,13 +10,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 import yaml
-from program import ROOT, rows, scalars, status
+from program import ROOT, returns, rows, scalars, status
 
 import ppo_continuous_action
 
@@ -35,33 +37,15 @@ MORE = {
 ONE_STEP = "--total-timesteps 256 --num-minibatches 1 --update-epochs 1 --no-compile"
 
 
-class Slide(gym.vector.VectorEnv):
-    """A point on a line in each of N environments, which the action moves; 25 steps an episode."""
-
-    metadata = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}  # noqa: RUF012
-    single_observation_space = gym.spaces.Box(-9, 9, (1,))
-    single_action_space = gym.spaces.Box(-1, 1, (1,))
+class Swing(gym.vector.VectorWrapper):
+    """Pendulums whose episodes have 25 steps, each with a seed of its own."""
 
     def __init__(self, num_envs: int):
-        self.num_envs = num_envs
-        self.autoreset = np.zeros(num_envs, bool)
+        super().__init__(gym.make_vec("Pendulum-v1", num_envs, max_episode_steps=25))
 
     def reset(self, *, seed=None, options=None):
         assert len(set(seed)) == self.num_envs
-        self.generators = [np.random.default_rng(s) for s in seed]
-        self.t = np.zeros(self.num_envs, int)
-        self.x = np.array([rng.uniform(-1, 1, 1) for rng in self.generators])
-        return self.x.astype(np.float32), {}
-
-    def step(self, actions):
-        assert actions.shape == (self.num_envs, 1)
-        first = np.array([rng.uniform(-1, 1, 1) for rng in self.generators])
-        self.x = np.where(self.autoreset[:, None], first, self.x + 0.2 * actions)
-        self.t = np.where(self.autoreset, 0, self.t + 1)
-        rewards = -np.abs(self.x[:, 0]) * ~self.autoreset
-        truncated = self.t == 25
-        self.autoreset = truncated
-        return self.x.astype(np.float32), rewards, np.zeros(self.num_envs, bool), truncated, {}
+        return super().reset(seed=seed, options=options)
 
 
 def teacher(obs: np.ndarray) -> np.ndarray:
@@ -76,34 +60,21 @@ def observations(number: int) -> np.ndarray:
     return np.float32([np.cos(angle), np.sin(angle), rng.uniform(-8, 8, number)]).T
 
 
-def plain(name: str):
-    """The script that an edit changes."""
-    (script,) = re.findall(r"^--- a/(\w+)\.py$", (PATCHES / f"{name}.patch").read_text(), re.M)
-    return importlib.import_module(script)
-
-
-def load_module(path: Path, name: str):
-    """The script in a file under a name of its own."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def edited(tmp_path_factory):
-    """The script with an edit."""
-    modules = {}
+    """The script with an edit, a module with a name of its own."""
 
+    @functools.cache
     def get(name: str):
-        if name not in modules:
-            folder = tmp_path_factory.mktemp(name)
-            path = Path(shutil.copy(plain(name).__file__, folder))
-            alone = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
-            command = ["git", "apply", str(PATCHES / f"{name}.patch")]
-            subprocess.run(command, cwd=folder, env=alone, check=True)
-            modules[name] = load_module(path, f"edited_{name.replace('-', '_')}")
-        return modules[name]
+        folder, patch = tmp_path_factory.mktemp(name), PATCHES / f"{name}.patch"
+        (script,) = re.findall(r"^--- a/(\w+\.py)$", patch.read_text(), re.M)
+        path = shutil.copy(ROOT / script, folder)
+        alone = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+        subprocess.run(["git", "apply", str(patch)], cwd=folder, env=alone, check=True)
+        spec = importlib.util.spec_from_file_location(f"edited_{name.replace('-', '_')}", path)
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
 
     return get
 
@@ -130,9 +101,7 @@ def surroundings(unedited, tmp_path, monkeypatch):
     obs = observations(4000)
     np.savez(tmp_path / "demos.npz", obs=obs, actions=teacher(obs))
     monkeypatch.chdir(tmp_path)
-    module = type(sys)("my_vector")
-    module.MyVectorEnv = Slide
-    monkeypatch.setitem(sys.modules, "my_vector", module)
+    monkeypatch.setitem(sys.modules, "my_vector", SimpleNamespace(MyVectorEnv=Swing))
 
 
 def first_agent(script, folder: Path):
@@ -150,8 +119,8 @@ def moved(before: dict, after: dict, part: str) -> float:
 
 def falls(folder: Path, name: str, ratio: float):
     """The last value of a loss is below this part of the first one."""
-    values = [value for _, value in scalars(folder)[f"losses/{name}"]]
-    assert values[-1] < ratio * values[0]
+    (_, first), *_, (_, last) = scalars(folder)[f"losses/{name}"]
+    assert last < ratio * first
 
 
 # --- what each edit does --------------------------------------------------------------------------
@@ -202,12 +171,11 @@ def check_adamw(script, folder, tmp_path):
 
 def check_schedules(script, folder, tmp_path):
     """Those of ten iterations, and the arguments that are saved stay what they were."""
-    taken = []
-    plain_update = script.update
-    script.update = lambda *a: taken.append((a[2].clip_coef, a[2].ent_coef)) or plain_update(*a)
+    taken, update = [], script.update
+    script.update = lambda *a: taken.append((a[2].clip_coef, a[2].ent_coef)) or update(*a)
     flags = "--no-compile --no-adapt-ent-coef"
     saved = train(script, tmp_path / "spied", flags)["args"]
-    script.update = plain_update
+    script.update = update
     expected = [(0.2 * (1 - k / 10), 0.01 * 0.9**k) for k in range(10)]
     np.testing.assert_allclose(taken, expected)
     assert (saved.clip_coef, saved.ent_coef) == (0.2, 0.01)
@@ -217,7 +185,7 @@ def check_reward_transform(script, folder, tmp_path):
     """Each reward is -1 to PPO, so the discounted return comes near -100; the log is as ever."""
     mean = script.load_checkpoint(folder)["agent"]["return_moments.mean"]
     assert -100.0 < mean < -50.0
-    assert min(float(score) for _, score, _ in rows(folder)[1:]) < -400.0
+    assert min(returns(folder)) < -400.0
 
 
 def check_auxiliary_loss(script, folder, tmp_path):
@@ -234,9 +202,8 @@ def check_rpo(script, folder, tmp_path):
     script.update, script.minibatch_step = update, step
     assert len(batches) == 5 * 5 * 4  # iterations, epochs, minibatches
     assert all(a is b for a, b in zip(batches[::4], batches[3::4], strict=True))
-    noise = np.float32(
-        [data[k // 5].reshape(-1, 1) - x.numpy() for k, x in enumerate(batches[::4])]
-    )
+    moves = [data[k // 5].reshape(-1, 1) - x.numpy() for k, x in enumerate(batches[::4])]
+    noise = np.float32(moves)
     assert len(np.unique(noise.round(4), axis=0)) == 25
     assert abs(noise.mean()) < 0.05 and 0.99 < np.abs(noise).max() < 1.0001  # half of 2.0
     assert noise.var() == pytest.approx(1 / 3, rel=0.05)
@@ -248,22 +215,16 @@ def check_rnd(script, folder, tmp_path):
     falls(folder, "rnd_loss", 0.5)
     first = first_agent(script, folder).state_dict()
     assert moved(first, script.load_checkpoint(folder)["agent"], "rnd_target") == 0.0
-    data = []
-    scale = []
-    plain_update = script.update
-    novelty = script.Agent.novelty
-    script.update = lambda *a: data.append(a[1]) or plain_update(*a)
+    data, scale, update, novelty = [], [], script.update, script.Agent.novelty
+    script.update = lambda *a: data.append(a[1]) or update(*a)
     for name in ("with", "without"):
         final = train(script, tmp_path / name, "--total-timesteps 512 --num-steps 256 --no-compile")
         scale.append(float(final["agent"]["return_moments.var"]) ** 0.5)
         script.Agent.novelty = lambda agent, obs: 0.0 * novelty(agent, obs)
-    script.update = plain_update
-    script.Agent.novelty = novelty
+    script.update, script.Agent.novelty = update, novelty
     valid = data[0].valid
     bonus = data[0].rewards * scale[0] - data[1].rewards * scale[1]
-    assert (bonus[valid] > 1e-3).all()
-    assert not bonus[~valid].any()
-    assert (~valid).any()
+    assert (bonus[valid] > 1e-3).all() and (~valid).any() and not bonus[~valid].any()
 
 
 def check_behaviour_cloning(script, folder, tmp_path):
@@ -323,14 +284,10 @@ def check_vector_environment(script, folder, tmp_path):
 def check_best_model(script, folder, tmp_path):
     """The run ends early, at the score, and its best model is there to play."""
     assert status(folder) == "finished"
-    final = script.load_checkpoint(folder)
-    best = script.load_checkpoint(folder / "best")
-    assert final["iteration"] < 50
-    assert best["iteration"] == final["iteration"]
-    returns = [float(score) for _, score, _ in rows(folder)[1:]]
+    final, best = (script.load_checkpoint(x) for x in (folder, folder / "best"))
+    assert best["iteration"] == final["iteration"] < 50
     score = best["agent"]["best"].item()
-    assert score == pytest.approx(np.mean(returns[-100:]))
-    assert score > 25
+    assert score == pytest.approx(np.mean(returns(folder)[-100:])) and score > 25
 
 
 CHECKS = {
@@ -338,7 +295,6 @@ CHECKS = {
     for name, check in list(globals().items())
     if name.startswith("check_")
 }
-EDITS = pytest.mark.parametrize("name", CHECKS)
 
 
 def check(name: str, script, tmp_path: Path):
@@ -353,7 +309,7 @@ def check(name: str, script, tmp_path: Path):
     CHECKS[name](script, folder, tmp_path)
 
 
-@EDITS
+@pytest.mark.parametrize("name", CHECKS)
 def test_an_edit_works(name, edited, tmp_path):
     script = edited(name)
     train(script, tmp_path / "run", f"--no-compile {MORE.get(name, '')}")
@@ -365,11 +321,8 @@ def test_an_edit_works(name, edited, tmp_path):
 def test_an_edit_works_compiled(name, edited, tmp_path, monkeypatch):
     """To the same numbers as eagerly, to rounding, as long as that stays small."""
     script = edited(name)
-    steps = []
-    compile_step = script.compile_step
-    monkeypatch.setattr(
-        script, "compile_step", lambda *a: steps.append(compile_step(*a)) or steps[-1]
-    )
+    compiler, steps = script.compile_step, []
+    monkeypatch.setattr(script, "compile_step", lambda *a: steps.append(compiler(*a)) or steps[-1])
     short = f"{MORE.get(name, '')} --total-timesteps 768 --learning-rate 3e-4"
     train(script, tmp_path / "first", f"{short} --learning-rate 1e-30 --no-compile")
     eager = train(script, tmp_path / "eager", f"{short} --no-compile")["agent"]

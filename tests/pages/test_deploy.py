@@ -2,7 +2,6 @@
 
 import functools
 import re
-import shutil
 import sys
 from types import SimpleNamespace
 
@@ -36,12 +35,7 @@ VECTOR, BOX = gym.spaces.Box(-np.inf, np.inf, (5,)), gym.spaces.Box(-1.0, np.flo
 CHOICES = gym.spaces.Discrete(4)
 IMAGE = gym.spaces.Box(0, 255, (20, 24, 3), np.uint8)
 
-pytestmark = [  # of TorchScript, and within the exporter
-    pytest.mark.filterwarnings(f"ignore::{kind}")
-    for kind in ("DeprecationWarning", "FutureWarning", "UserWarning", "torch.jit.TracerWarning")
-]
-
-
+pytestmark = pytest.mark.filterwarnings("ignore")  # of TorchScript, and within the exporter
 operations = functools.cache(ONNXRegistry.from_torchlib)
 
 
@@ -88,10 +82,9 @@ def export(script, agent, monkeypatch) -> dict:
     monkeypatch.setattr(script, "load", lambda folder: (agent, getattr(agent, "args", None)))
     found = [x for x in SNIPPETS if f"from {script.__name__} import" in x]
     if not found:
-        section = re.search(rf"### [^\n]*`{script.__name__}\.py`.*?```python\n(.*?)```", PAGE, re.S)
-        text = section.group(1)
-        leader = re.search(r"from (ppo\w+) import", text).group(1)
-        found = [text.replace(f"from {leader} import", f"from {script.__name__} import")]
+        section = rf"### [^\n]*`{script.__name__}\.py`.*?```python\n(.*?)```"
+        (text,) = re.findall(section, PAGE, re.S)
+        found = [re.sub(r"from ppo\w+ import", f"from {script.__name__} import", text)]
     (snippet,) = found
     exec(snippet, names := {})
     return names
@@ -240,14 +233,9 @@ def test_the_loops_of_a_trained_policy(place, monkeypatch):
     exec(NUMPY, plain := {})
     obs = np.linspace(-30, 30, ROWS * 17).reshape(ROWS, 17).astype(np.float32)
     alike(plain["act"](obs), agent.act(obs))
-    limit = "max_episode_steps=50"
-    loop = LOOP.replace('"HalfCheetah-v4"', f'"HalfCheetah-v4", {limit}')
-    seen = []
+    loop, seen = LOOP.replace('"HalfCheetah-v4"', '"HalfCheetah-v4", max_episode_steps=50'), []
     monkeypatch.setattr(np, "clip", lambda x, *bounds: seen.append(x) or x)
     exec(loop, names := {})
-    assert len(seen) == 50
-    assert names["truncated"]
-    exec(TORCHSCRIPT, torch_names := {})
-    expected = agent.act(np.zeros((1, 17)))
-    alike(torch_names["actions"].numpy(), expected)
-    shutil.rmtree("runs")
+    assert len(seen) == 50 and names["truncated"]
+    exec(TORCHSCRIPT, names := {})
+    alike(names["actions"].numpy(), agent.act(np.zeros((1, 17))))

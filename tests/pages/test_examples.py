@@ -22,7 +22,6 @@ import ppo_kl_adaptive
 COMING = (ROOT / "docs" / "coming_from.md").read_text()
 YOURS = (ROOT / "docs" / "your_environment.md").read_text()
 GYMNASIUM = (ppo, ppo_continuous_action, ppo_cma, ppo_kl_adaptive)
-ALL = pytest.mark.parametrize("script", GYMNASIUM, ids=lambda module: module.__name__)
 
 # Of each script: two iterations of some 500 steps
 CLIPPED = "--num-minibatches 8 --update-epochs 2 --total-timesteps 1024 --no-cuda"
@@ -82,16 +81,13 @@ def start(snippet: str, script, flags: str) -> dict:
 
 
 # --- coming_from.md -------------------------------------------------------------------------------
-@ALL
+@pytest.mark.parametrize("script", GYMNASIUM, ids=lambda x: x.__name__)
 def test_evaluating_while_it_trains(script, place, capsys):
     flags = "--checkpoint-interval 1 --eval-episodes 2 --run-dir"
     scores = start(WATCH, script, f"{flags} watched")["scores"]
     assert len(scores) == capsys.readouterr().out.count("eval, 2 episodes") >= 4
     plain = train(script, f"{flags} plain")
-    watched, alone = (
-        torch.load(place / name / "checkpoint.pt", weights_only=True)["agent"]
-        for name in ("watched", "plain")
-    )
+    watched, alone = (script.load_checkpoint(place / x)["agent"] for x in ("watched", "plain"))
     assert all(torch.equal(x, watched[name]) for name, x in alone.items())
     assert scores[-1] == pytest.approx(np.mean(play(script, plain, episodes=2)))
     assert np.mean(play(script, place / "watched" / "best", episodes=2)) == max(scores)
@@ -104,10 +100,8 @@ def test_a_second_task_begins_with_the_networks_of_the_first(place, monkeypatch)
     monkeypatch.setattr(ppo_continuous_action.Agent, "__init__", init)  # is put back
     train(ppo_continuous_action, "--run-dir runs/FIRST")
     start(SECOND, ppo_continuous_action, "--learning-rate 0 --run-dir second")
-    first, second = (
-        torch.load(place / name / "checkpoint.pt", weights_only=True)["agent"]
-        for name in ("runs/FIRST", "second")
-    )
+    load = ppo_continuous_action.load_checkpoint
+    first, second = (load(place / name)["agent"] for name in ("runs/FIRST", "second"))
     assert all(torch.equal(x, second[name]) for name, x in first.items() if "moments" not in name)
     assert second["obs_moments.count"] > 1.5 * first["obs_moments.count"]
     assert status(place / "second") == "finished"
@@ -119,19 +113,6 @@ def test_a_loop_of_ones_own():
     exec(LOOP.replace("range(250)", "range(2)").replace("2000", "300"), names)
     assert names["agent"].updates == 2
     assert np.isfinite(names["metrics"]["charts/mean_episodic_return"])
-
-
-def rows(page: str, section: str = "") -> list[list[str]]:
-    """The cells of a section's tables."""
-    text = page.split(f"\n## {section}")[1].split("\n## ")[0] if section else page
-    lines = [line for line in text.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-
-
-def here(first: str, section: str = "") -> str:
-    """What the row whose first cell begins so has in its second one."""
-    (cell,) = (row[1] for row in rows(COMING, section) if row[0].startswith(first))
-    return cell
 
 
 @pytest.mark.parametrize("name", ["ppo_lstm", "ppo_pixels", "ppo_pettingzoo"])
@@ -162,7 +143,8 @@ def test_predict_and_action_probability(script):
     tensor = torch.tensor(obs)[None].repeat(2, 1)
 
     def typed(row: str, number: int = 0, **names):
-        code = re.findall("`(agent[^`]*)`", here(row))[number]
+        (second,) = re.findall(rf"^\| {re.escape(row)}[^|]*\| ([^|]*) ", COMING, re.M)
+        code = re.findall("`(agent[^`]*)`", second)[number]
         return eval(code, {"agent": agent, "obs": tensor} | names)
 
     greedy, sampled = (typed("`predict(obs, deter", k, obs=obs) for k in (0, 1))

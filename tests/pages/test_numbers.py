@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmark import compare, data, report
-from benchmark.published import HERE, RESULTS, ROOT, curves, docs, index, superseded, tables
+from benchmark import compare, report
+from benchmark.published import HERE, RESULTS, ROOT, curves, docs, index, tables
 from benchmark.published.lists import CLIPPED, EIGHT, HARD, MUJOCO, SCRIPTS, TASKS
 from benchmark.stats import iqm
 
@@ -70,9 +70,8 @@ def test_from_a_cell_of_readme_to_its_ten_seeds():
     assert row["seeds"] == "201..210"
     scores = sorted(np.mean(json.loads(path.read_text())["evaluation"]) for path in jsons)
     assert f"{np.mean(scores[2:8]):,.0f}" == shown
-    assert {json.loads(x.read_text())["git_commit"][:7] for x in jsons} == set(
-        row["commit"].split()
-    )
+    commits = {json.loads(path.read_text())["git_commit"][:7] for path in jsons}
+    assert commits == {*row["commit"].split()}
 
 
 def test_all_files_of_the_index_exist():
@@ -93,19 +92,6 @@ def test_thinned_rows_have_the_last_100_episodes():
         if run.info.get("final_return") is not None and run.status == "finished":
             last = run.score("training")
             assert last == pytest.approx(run.info["final_return"], abs=0.01 * abs(last) + 0.02)
-
-
-def test_a_row_of_a_superseded_run_has_its_scores(tmp_path):
-    runs = data.find([RESULTS / "Hopper-v4/ppo_cma"])
-    superseded.write(RESULTS / "Hopper-v4/ppo_cma", tmp_path)
-    rows = superseded.read(tmp_path)
-    assert len(rows) == len(runs) >= 10
-    for row, run in zip(rows, runs, strict=True):
-        for name in ("env_id", "algorithm", "seed"):
-            assert getattr(row, name) == getattr(run, name)
-        assert row.info["global_step"] == run.info["global_step"]
-        for metric in ("training", "evaluation"):
-            assert row.score(metric) == pytest.approx(run.score(metric), abs=1e-4)
 
 
 # --- numbers in sentences -------------------------------------------------------------------------
@@ -154,11 +140,9 @@ def judged(before: str, after: str, env_ids, metric: str) -> compare.Judgement:
 
 def certain(found: dict) -> tuple[list, list]:
     """The keys that are ahead, and behind, with a p below 0.05 after Holm's correction."""
-    below = report.holm([x.p for x in found.values()]) < 0.05
-    both = [
-        (key, x.probability) for (key, x), sure in zip(found.items(), below, strict=True) if sure
-    ]
-    return [key for key, p in both if p > 0.5], [key for key, p in both if p < 0.5]
+    sure = dict(zip(found, report.holm([x.p for x in found.values()]) < 0.05, strict=True))
+    ahead = [key for key, x in found.items() if sure[key] and x.probability > 0.5]
+    return ahead, [key for key, x in found.items() if sure[key] and x.probability < 0.5]
 
 
 def listed(names: list[str]) -> str:
@@ -174,10 +158,8 @@ def test_who_is_ahead_for_certain():
     kl, cma = (sorted(x for name, x in ahead if name == other) for other in others)
     assert kl == ["Ant-v4", "HalfCheetah-v4", "Hopper-v4", "Walker2d-v4"]
     assert cma == ["Ant-v4", "HalfCheetah-v4"] and not behind
-    text = " ".join(docs.PAGES[0].read_text().split())
-    assert (
-        "both others on HalfCheetah and Ant, and of KL-adaptive PPO on Hopper and Walker2d" in text
-    )
+    says = "both others on HalfCheetah and Ant, and of KL-adaptive PPO on Hopper and Walker2d"
+    assert says in " ".join(docs.PAGES[0].read_text().split())
 
 
 def test_who_is_ahead_of_cleanrls_settings():
@@ -206,8 +188,7 @@ JUDGED = [  # of what_matters.md: a sentence with P and p; before and after, tas
 
 @pytest.mark.parametrize(("words", "pair", "env_ids", "metric"), JUDGED)
 def test_what_matters_says_what_compare_says(words, pair, env_ids, metric):
-    ((probability, p),) = re.findall(
-        words, " ".join((docs.DOCS / "what_matters.md").read_text().split())
-    )
+    text = " ".join((docs.DOCS / "what_matters.md").read_text().split())
+    ((probability, p),) = re.findall(words, text)
     own = judged(*pair, env_ids, metric)
     assert (probability, float(p)) == (f"{own.probability:.2f}", float(f"{own.p:.2g}"))
