@@ -2,6 +2,9 @@
 environments and strangers' files. What is learned is compared with tests/reference.py elsewhere."""
 
 import csv
+import dataclasses
+import errno
+import fcntl
 import importlib
 import json
 import os
@@ -213,6 +216,18 @@ def test_a_finished_run_is_told_and_stays_as_it_is(script, tmp_path, capfd):
     refused(capfd, f"{folder} has finished", resume, script, folder, "--total-timesteps 999")
 
 
+@EVERY
+def test_a_lost_table_begins_anew(script, tmp_path):
+    train(script, tmp_path / "run")
+    table = tmp_path / "run" / "episodes.csv"
+    header = table.read_bytes().splitlines(keepends=True)[0]
+    for total, left in ((4, None), (6, b""), (8, header)):
+        table.unlink() if left is None else table.write_bytes(left)
+        resume(script, tmp_path / "run", f"--total-timesteps {total * STEPS[script]}")
+        assert table.read_bytes().startswith(header) and b"\0" not in table.read_bytes()
+        assert len(rows(tmp_path / "run")) > (script != MULTI)
+
+
 # --- what a run leaves ----------------------------------------------------------------------------
 @EVERY
 def test_what_a_run_writes(script, tmp_path, capfd):
@@ -279,7 +294,8 @@ def test_epsilon_of_adam(script, tmp_path, monkeypatch):
 
 @EVERY
 def test_one_folder_one_run(script, tmp_path, monkeypatch, capfd):
-    """Refused where a run is, or a process that trains."""
+    """Refused where a run is, or a process that trains; without locks of files it is told. A folder
+    without a name has the experiment's."""
     folder, module = tmp_path / "run", importlib.import_module(script)
     plain, said = module.update, []
 
@@ -291,10 +307,20 @@ def test_one_folder_one_run(script, tmp_path, monkeypatch, capfd):
         patch.setattr(module, "update", update)
         train(script, folder)
     assert said and status(folder) == "finished"
-    before = content(folder)
-    if script != MULTI:  # which goes on, as torchrun and Slurm need it
-        refused(capfd, f"a run is there: --resume {folder}", train, script, folder)
-        assert content(folder) == before
+    before, args = content(folder), parse(script, SMALL[script])
+    there = dataclasses.replace(args, run_dir=folder)
+    refused(capfd, f"a run is there: --resume {folder}", module.train, there)
+    assert content(folder) == before
+
+    def no_locks(*given):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.chdir(tmp_path)
+    module.train(dataclasses.replace(args, total_timesteps=STEPS[script]))
+    (unlocked,) = (tmp_path / "runs").iterdir()
+    assert unlocked.name.startswith(f"{args.env_id}__{script}__1__")
+    assert f"{unlocked.name} is not locked: " in capfd.readouterr().err
 
 
 @EVERY
@@ -369,7 +395,7 @@ def test_evaluation(script, tmp_path, monkeypatch, capfd):
 
 
 @EVERY
-def test_videos(script, tmp_path, capfd):
+def test_videos(script, tmp_path, monkeypatch, capfd):
     """After training, and of a run that is played again."""
     train(script, tmp_path / "run", "--capture-video --eval-episodes 1")
     (tmp_path / "run" / "videos").rename(tmp_path / "first")
@@ -379,6 +405,15 @@ def test_videos(script, tmp_path, capfd):
     assert f"filmed into {tmp_path / 'run' / 'videos'}\n" in capfd.readouterr().out
     films = list((tmp_path / "run" / "videos").glob("*.mp4"))
     assert films and min(film.stat().st_size for film in films) > 500
+
+    def full(*given, **more):
+        raise OSError("no space")
+
+    writer = "moviepy.video.io.ImageSequenceClip.ImageSequenceClip.write_videofile"
+    monkeypatch.setattr(writer, full)
+    flags = f"--eval-episodes {1 + (script in GYMNASIUM[:4])} --capture-video"
+    with pytest.raises(OSError, match="no space"):  # before the last film, which is closed silently
+        evaluate(script, tmp_path / "run", flags)
 
 
 # --- what is broken -------------------------------------------------------------------------------
@@ -437,10 +472,11 @@ def test_a_fault_ends_the_run_which_goes_on_when_it_is_mended(script, fault, tmp
 
 
 FAULTS = {"step": "boom in step", "reset": "boom in reset", "death": "a worker ended",
-          "constructor": "boom in constructor", "deaf": "boom: SIGTERM is heard",
+          "constructor": "boom in constructor", "early death": "a worker ended",
           "exit of step": "SystemExit: no license", "exit of constructor": "SystemExit: no license",
-          "socket": "ConnectionResetError: no simulator"}  # fmt: skip
-BEFORE = ["constructor", "deaf", "exit of constructor"]  # the run
+          "socket": "ConnectionResetError: no simulator",
+          "deaf": "boom: SIGTERM is heard"}  # fmt: skip
+BEFORE = ["constructor", "deaf", "exit of constructor", "early death"]  # the run
 
 
 @pytest.mark.parametrize("script", PARALLEL)
@@ -453,7 +489,7 @@ def test_a_fault_in_a_worker_is_named(script, fault, tmp_path, monkeypatch):
     args = importlib.import_module(script).parse_args([*flags.split(), "--env-kwargs", kwargs])
     with pytest.raises(RuntimeError, match=FAULTS[fault]) as error:
         importlib.import_module(script).train(args)
-    assert fault == "death" or "self.strike(" in str(error.value)
+    assert "death" in fault or "self.strike(" in str(error.value)
     assert no_worker_stays()
     assert (tmp_path / "run").exists() == (fault not in BEFORE)
     if fault not in BEFORE:
@@ -552,6 +588,7 @@ def test_a_module_or_a_file_is_named_again(script, tmp_path, monkeypatch, capfd)
 
 
 # --- the command line -----------------------------------------------------------------------------
+COMPUTED = ["total_timesteps", "batch_size", "minibatch_size", "num_iterations", "world_size"]
 FULLY = {  # and what is said of it, by tyro's frame or in one line
     "--learning-rat 0.1": "--learning-rate", "--seed one": "one", "--seed -1": "seed is -1",
     "--env-id nowhere:Env-v0": "nowhere", "--env-id Penduluum-v1": "Pendulum",
@@ -582,6 +619,15 @@ IF = {  # it has this flag
     "scale_obs": {"--env-id envpool:Pong-v5": "for images: ppo_pixels.py"},
     "resize": {"--resize 60": "height and width are needed"},
 }
+
+
+@EVERY
+def test_no_number_is_below_its_least(script):
+    module = importlib.import_module(script)
+    for name, value in vars(module.Args()).items():
+        if type(value) is int and value >= 0 and name not in COMPUTED:
+            with pytest.raises(ValueError, match=f"({name}|num_envs) is -?1: not in [0-9]"):
+                module.Args(**{name: -1})
 
 
 @EVERY
