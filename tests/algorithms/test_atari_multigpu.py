@@ -6,7 +6,7 @@ import envpool
 import numpy as np
 import pytest
 import torch
-from common import CLIPPED, VALUES, ends, make, rows_to_learn, same_metrics, same_parameters
+from common import CLIPPED, VALUES, ends, make, rows_to_learn, same
 from program import Toy
 from reference import PPO, choice, linear, parameters
 
@@ -67,8 +67,7 @@ def test_update(flags):
         orders = [[[n for n in part if n in rows] for part in epoch] for epoch in orders]
         metrics = script.update(agent, data, args, iteration)
         expected = ppo.learn(rows, orders[:1] if args.target_kl else orders, rate)
-        same_metrics(metrics, expected)
-        same_parameters(agent, ppo.p, start, rate)
+        same(agent, metrics, expected, ppo.p, start, rate)
     assert len(used) == len(set(used)) == 4
     assert args.target_kl or ppo.seen.keys() >= CLIPPED | VALUES
 
