@@ -1,7 +1,6 @@
 """ppo_continuous_action_warp.py on the CPU: two updates against the reference; a rollout and its
 log against the payments of a toy. Environments reset themselves: every row is learned from."""
 
-import csv
 from dataclasses import replace
 
 import gymnasium as gym
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from common import CLIPPED, VALUES, ends, make, same
+from program import rows
 from reference import PPO, Row, Seen, gaussian, mlp, parameters
 from toys import BOX
 
@@ -182,11 +182,9 @@ def test_the_log_has_every_episode(staggered, tmp_path, monkeypatch):
         if steps[i] == 3 + i % 3:
             if not cut_short[i]:
                 score = sum(i + k + 1 for k in range(steps[i]))
-                expected.append((6 * (t + 1), float(score), steps[i]))
+                expected.append([6 * (t + 1), float(score), steps[i]])
             steps[i], cut_short[i] = 0, False
-    with open(tmp_path / "episodes.csv") as file:
-        rows = [(int(x[0]), float(x[2]), int(x[3])) for x in [*csv.reader(file)][1:]]
-    assert rows == expected
-    assert len(rows) > 100
+    assert np.array(rows(tmp_path)[1:], float).tolist() == expected
+    assert len(expected) > 100
     last = script.load_checkpoint(tmp_path)["last_returns"]
     assert last == [score for _, score, _ in expected][-100:]

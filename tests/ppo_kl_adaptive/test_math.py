@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -15,37 +14,6 @@ from program import rows, scalars
 
 import ppo_kl_adaptive as script
 from ppo_kl_adaptive import Agent, Args, Batch, Gaussian, Rollout, Servo
-
-LINE = spaces.Box(-np.inf, np.inf, (1,))
-
-
-class Clock(gym.Env):
-    """Pays 1 a step and observes (k, steps so far). Episodes have `length` steps or, if that is 0,
-    1 to 50 of them. It demands what an environment may demand, and keeps actions."""
-
-    observation_space = spaces.Box(-np.inf, np.inf, (2,))
-
-    def __init__(self, action_space=LINE, length=0):
-        self.action_space, self.given, self.over, self.taken = action_space, length, True, []
-
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.over, self.obs = False, np.array([self.np_random.normal(), 0])
-        self.length = self.given or self.np_random.integers(1, 51)
-        return self.obs.copy(), {}
-
-    def step(self, action):
-        assert not self.over, "stepped beyond the end"
-        assert self.action_space.contains(action), action
-        self.taken.append(np.array(action))
-        self.obs[1] += 1
-        self.over = bool(self.obs[1] == self.length)
-        return self.obs.copy(), 1.0, self.over, False, {}
-
-
-gym.register("Drawn-v0", Clock)
-gym.register("Limit4-v0", Clock, kwargs={"length": 9}, max_episode_steps=4)
-gym.register("Choice-v0", Clock, kwargs={"action_space": spaces.Discrete(3, start=5)})
 
 
 def make_agent(obs_dim=3, actions=2, discrete=False, **args) -> tuple[Agent, Args]:
@@ -229,7 +197,7 @@ def test_act_draws_from_the_policy(discrete):
 
 
 # --- whole episodes -------------------------------------------------------------------------------
-def start(env_id="Drawn-v0", num_envs=1):
+def start(env_id="toys:Clock-v0", num_envs=1):
     """An agent, its environments, and what a rollout needs of a run."""
     args = Args(env_id=env_id, num_envs=num_envs)
     envs = script.make_envs(args, num_envs, {})
@@ -255,12 +223,12 @@ def test_exactly_b_whole_episodes(num_envs):
             lengths.append(n)
         steps += data.valid.sum()
         assert data.rewards.sum() == data.valid.sum() and (data.rewards[~data.valid] == 0).all()
-    assert steps == sum(lengths) == sum(len(env.unwrapped.taken) for env in envs.envs)
+    assert steps == sum(lengths) == sum(len(env.unwrapped.actions) for env in envs.envs)
     numbers = [number for number, *_ in run.episodes]
     assert sum(numbers) == 640 and [x + 1 for x in envs.episode_numbers] == numbers
     # the first b to end, of more side by side, would be shorter
     assert np.mean(lengths) == pytest.approx(25.5, abs=3.5 * np.std(np.arange(1, 51)) / 640**0.5)
-    agent, envs, run, _ = start("Limit4-v0", num_envs)  # a time limit is told from an end
+    agent, envs, run, _ = start("toys:Limit4-v0", num_envs)  # a time limit is told from an end
     data = script.rollout(agent, envs, run, 3)
     assert data.truncated.sum() == 3 and not data.terminated.any()
     assert (data.obs[1:][data.truncated][:, 1] == 4).all()
