@@ -72,8 +72,7 @@ class Drift(Drawn):
         self.possible_agents = [f"drone_{i}" for i in range(len(sizes))]
         self.sizes = dict(zip(self.possible_agents, sizes, strict=True))
         self.dies, self.stops, self.joins = dies or {}, stops or {}, joins or {}
-        self.limit = limit
-        self.silent = silent
+        self.limit, self.silent = limit, silent
 
     def observation_space(self, agent):
         return gym.spaces.Box(-1, 1, (self.sizes[agent] + 1,), np.float32)
@@ -115,9 +114,7 @@ class Turns(AECEnv):
 
     def __init__(self, masks=True):
         super().__init__()
-        self.masks = masks
-        self.possible_agents = ["first", "second"]
-        self.render_mode = None
+        self.masks, self.render_mode, self.possible_agents = masks, None, ["first", "second"]
 
     def observation_space(self, agent):
         return gym.spaces.Dict(
@@ -133,8 +130,7 @@ class Turns(AECEnv):
         return {"observation": np.float32([self.moves]), "action_mask": mask}
 
     def reset(self, seed=None, options=None):
-        self.agents, self.moves = list(self.possible_agents), 0
-        self.agent_selection = "first"
+        self.agents, self.moves, self.agent_selection = [*self.possible_agents], 0, "first"
         self.rewards = dict.fromkeys(self.agents, 0.0)
         self._cumulative_rewards = dict.fromkeys(self.agents, 0.0)
         self.terminations = dict.fromkeys(self.agents, False)

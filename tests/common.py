@@ -91,8 +91,7 @@ def record(agent) -> Orders:
 
 
 def same(agent, metrics: dict, expected: dict, p: dict, start: dict, rate: float):
-    """Metrics; and parameters to a twentieth of a step of Adam: float32 alone is off by up to a
-    fiftieth."""
+    """Metrics; parameters to a twentieth of a step of Adam: float32 is off by up to a fiftieth."""
     for name, x in expected.items():
         got = metrics[f"losses/{name}"]
         assert abs(got - x) < 2e-3 * (0.05 + abs(x)), f"{name}: {got}, not {x}"

@@ -86,8 +86,7 @@ def evaluate(script: str, folder: Path, flags: str = "") -> list[float]:
 
 
 def quick_workers(monkeypatch):
-    """The process from which workers are forked has imported all scripts: it starts once, not for
-    each run."""
+    """Workers are forked from a process that has imported all scripts, and starts only once."""
     with monkeypatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT}:{os.environ['PYTHONPATH']}")
         server.set_forkserver_preload([*PARALLEL, "toys", "pytest"])

@@ -61,8 +61,7 @@ class Servo:
 
 
 def layout():
-    """Rows of each episode, [(t, column)] with one more observation, and the rollout's time,
-    terminated, truncated and valid [T, N]."""
+    """Of each episode its rows (t, column) and the last observation's; the rollout's arrays."""
     T = max(sum(n + 1 for n, _ in column) - 1 for column in COLUMNS)
     time = np.zeros((T + 1, len(COLUMNS)), int)
     terminated, truncated, valid = np.zeros((3, T, len(COLUMNS)), bool)

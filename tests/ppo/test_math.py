@@ -17,8 +17,7 @@ DISCRETE = {  # and how many choices each branch has
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", DISCRETE)
 def test_sampled_choices_have_the_policys_frequencies(name, masked):
-    """In numpy and torch, alone and behind a mask of every second choice; the joint probability is
-    the product of the branches'."""
+    """In numpy and torch, alone and masked; the joint probability is the branches' product."""
     space, sizes = DISCRETE[name]
     _, _, agent = make("ppo", SEEN, space)
     assert agent.choices == sizes

@@ -1,5 +1,5 @@
-"""ppo.py and ppo_continuous_action.py: policies by their formulas, RPO, compilation,
-learning. Updates with all their cases are in algorithms/test_vectors.py."""
+"""ppo.py and ppo_continuous_action.py: policies by their formulas, compilation, learning; Warp's
+first networks, too. Updates with all their cases are in algorithms/test_vectors.py."""
 
 import copy
 import dataclasses
@@ -18,6 +18,7 @@ from torch import nn
 
 import ppo
 import ppo_continuous_action
+import ppo_continuous_action_warp as warp
 
 both = pytest.mark.parametrize("script", [ppo, ppo_continuous_action], ids=lambda x: x.__name__)
 
@@ -37,21 +38,22 @@ def set_up(script, action_space=None, **flags):
 
 
 # --- policies -------------------------------------------------------------------------------------
-@both
+@pytest.mark.parametrize("script", [ppo, ppo_continuous_action, warp], ids=lambda x: x.__name__)
 def test_initial_policy_and_networks(script):
     """Orthogonal weights of gains sqrt(2), sqrt(2) and 1 or 0.01 (details 2, continuous 4)."""
-    agent = script.Agent(SimpleNamespace(observation_space=SEEN, action_space=usual(script)))
+    hidden, unit = ((16, 8), nn.ELU) if script is warp else ((64, 64), nn.Tanh)
+    args = script.Args(**{"hidden": hidden} if script is warp else {})
+    problem = SimpleNamespace(observation_space=SEEN, action_space=usual(script))
+    agent = script.Agent(problem, args)
     for net, gain in ((agent.critic, 1.0), (actor(agent), 0.01)):
-        layers = [layer for layer in net if isinstance(layer, nn.Linear)]
-        assert [type(layer) for layer in net] == [nn.Linear, nn.Tanh] * 2 + [nn.Linear]
-        assert [layer.out_features for layer in layers[:2]] == [64, 64]
-        for layer, g in zip(layers, (math.sqrt(2), math.sqrt(2), gain), strict=True):
-            w = layer.weight if layer.weight.shape[0] <= layer.weight.shape[1] else layer.weight.T
-            torch.testing.assert_close(w @ w.T, g**2 * torch.eye(len(w)), atol=1e-5, rtol=1e-4)
+        assert [type(layer) for layer in net] == [nn.Linear, unit] * 2 + [nn.Linear]
+        assert tuple(layer.out_features for layer in net[:4:2]) == hidden
+        for layer, g in zip(net[::2], (math.sqrt(2), math.sqrt(2), gain), strict=True):
+            singular = torch.linalg.svdvals(layer.weight.detach())
+            torch.testing.assert_close(singular, torch.full_like(singular, g), rtol=1e-4, atol=0)
             assert not layer.bias.any()
     *_, entropy, _ = agent.get_action_and_value(torch.randn(100, 3))
-    normal = 2 * (script.Args().log_std_init if script is not ppo else 0.0)
-    normal += math.log(2 * math.pi * math.e)
+    normal = 2 * getattr(args, "log_std_init", 0.0) + math.log(2 * math.pi * math.e)
     expected = math.log(3) if script is ppo else normal
     torch.testing.assert_close(entropy, torch.full((100,), expected), atol=1e-3, rtol=0)
 
@@ -121,8 +123,7 @@ def test_whatever_the_network_what_acts_is_what_learns(script, network, tmp_path
 # --- the update -----------------------------------------------------------------------------------
 @both
 def test_no_sample_is_alone_in_a_minibatch(script):
-    """It has no deviation: not even where most rows are junk. Nothing to learn from changes
-    nothing."""
+    """It has no deviation: not even where most rows are junk. No row changes nothing."""
     args, agent = set_up(script)
     for size, count, each in ((5, 2, 2), (17, 8, 2), (8, 3, 1), (8, 3, 99)):
         minibatches = []

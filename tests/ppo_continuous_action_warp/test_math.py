@@ -153,20 +153,6 @@ def test_acting_by_hand(tmp_path):
     assert np.array_equal(agent.act(obs.numpy()), agent.act(obs).numpy())
 
 
-def test_weights_are_orthogonal_at_first():
-    torch.manual_seed(1)
-    envs = Pendulum(1, "cpu")
-    agent = script.Agent(envs, small("--hidden 16 8"))
-    for network, gain in ((agent.critic, 1.0), (agent.actor_mean, 0.01)):
-        layers = [m for m in network if isinstance(m, torch.nn.Linear)]
-        assert [m.out_features for m in layers] == [16, 8, 1]
-        for layer, scale in zip(layers, (2**0.5, 2**0.5, gain), strict=True):
-            w = layer.weight if layer.out_features < layer.in_features else layer.weight.T
-            expected = scale**2 * torch.eye(len(w))
-            torch.testing.assert_close(w @ w.T, expected, rtol=0, atol=1e-5 * scale**2)
-            assert (layer.bias == 0).all()
-
-
 def test_without_the_engine_there_is_one_line(monkeypatch, capfd):
     installed(monkeypatch, mujoco_warp=False)
     refused(capfd, "pip install 'mujoco-warp<4'", script.make_envs, "Ant-v4", 2, "cpu")

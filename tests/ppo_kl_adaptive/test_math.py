@@ -252,8 +252,7 @@ def train(folder: Path, flags: str) -> dict:
 
 
 def test_budgets_and_what_a_resumed_run_takes_from_its_flags(tmp_path, monkeypatch):
-    """Rates and target; beta and the multiplier are the run's. The warm-up sets the first scale and
-    counts for nothing."""
+    """Rates and target; beta and the multiplier are the run's. The warm-up only sets the scale."""
     folder, seen, plain = tmp_path / "run", [], script.rollout
 
     def rollout(agent, envs, run, num_episodes):

@@ -82,8 +82,7 @@ def test_what_is_made():
 # --- acting and learning --------------------------------------------------------------------------
 @MEMORIES
 def test_learning_goes_through_the_states_that_acting_went_through(flags):
-    """Three rollouts: whole sequences as in learning, beside row by row as in acting, of an agent
-    whose memory and heads are louder, so that what it remembers shows more."""
+    """Whole sequences as in learning, row by row as in acting; a louder memory shows more."""
     args, starts = parse(f"--learning-rate 1e-12 {flags}"), 0
     run = SimpleNamespace(log_rollout=lambda *x: None)
     envs = script.make_envs(args, 4, {})

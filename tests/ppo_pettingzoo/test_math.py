@@ -295,8 +295,7 @@ def test_an_atari_game_is_played_again():
 
 # --- games of two ---------------------------------------------------------------------------------
 def test_players_change_sides(monkeypatch):
-    """One is always right, the other always chooses 0, which is right for the first where the left
-    half is lit, for the second where the right one is."""
+    """One is always right, the other chooses 0, which is right half of the time on either side."""
 
     def player(best):
         def act(rows, noise):
