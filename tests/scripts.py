@@ -47,8 +47,7 @@ EVERY = pytest.mark.parametrize("script", SMALL)
 def small_environments(monkeypatch):
     """EnvPool's games are toys; ppo_cma.py learns its first policy in no time instead of 4 s."""
     monkeypatch.setattr(envpool, "make", Toy)
-    cma = importlib.import_module("ppo_cma")
-    monkeypatch.setattr(cma, "pretrain_policy", lambda *_: None)
+    monkeypatch.setattr("ppo_cma.pretrain_policy", lambda *_: None)
 
 
 def named(script: str) -> str:

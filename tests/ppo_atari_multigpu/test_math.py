@@ -161,7 +161,6 @@ def test_two_processes_train_and_log_as_one(pair):
     counts = {6: sum(range(1, 7)), 8: sum(range(2, 10))}
     assert sorted(lengths) == 2 * (40 // 8) * [6] + 2 * (40 // 10) * [8]
     assert all(counts[int(length)] == score for score, length in zip(returns, lengths, strict=True))
-    assert (np.diff(steps) >= 0).all()
     assert steps[:4].tolist() == [24, 24, 30, 30]  # 4 in each of 7 and of 9 rows, less junk
     assert checkpoint["global_step"] == 160 - 2 * (40 // 4 + 40 // 5)
     out = (pair / "log0").read_text()

@@ -91,10 +91,10 @@ def test_later_ones_are_the_networks_and_the_critic_sees_the_time(mode):
             mean = agent.mean(tensor).numpy()
             std = (0.5 * agent.logvar(tensor)).exp().numpy()
         noise = agent.noise(len(obs))
+        taken = agent.act(obs, noise)
         np.testing.assert_allclose(agent.act(obs), mean, rtol=1e-4, atol=1e-5)
         expected = np.clip(mean + std * noise, [-1, 0], [1, 3])
-        np.testing.assert_allclose(agent.act(obs, noise), expected, rtol=1e-4, atol=1e-4)
-        taken = agent.act(obs, noise)
+        np.testing.assert_allclose(taken, expected, rtol=1e-4, atol=1e-4)
         ppo_cma.check_actor(agent, obs, taken, noise)
         fifth = np.where((np.arange(2000) % 5 == 0)[:, None], 0, taken)
         for other in (agent.act(obs, 3.0 * noise), fifth):
@@ -104,9 +104,8 @@ def test_later_ones_are_the_networks_and_the_critic_sees_the_time(mode):
         agent.mean_net[2] = torch.nn.Linear(8, 2 if agent.cma else 4)
         agent.var_net = agent.var_net if agent.cma else agent.mean_net
     action, logprob, entropy, value = agent.get_action_and_value(tensor[:6])
-    normal = torch.distributions.Normal(
-        agent.mean(tensor[:6]), (0.5 * agent.logvar(tensor[:6])).exp()
-    )
+    std = (0.5 * agent.logvar(tensor[:6])).exp()
+    normal = torch.distributions.Normal(agent.mean(tensor[:6]), std)
     torch.testing.assert_close(logprob, normal.log_prob(action).sum(-1))
     torch.testing.assert_close(entropy, normal.entropy().sum(-1))
     late = agent.get_action_and_value(tensor[:6], action, 200 * torch.arange(6))[3]

@@ -6,12 +6,14 @@ import json
 import re
 import signal
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import agents_toy
 import gymnasium as gym
 import numpy as np
 import pytest
+import scripts
 import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary
 from program import rows, scalars, train_until_killed
@@ -25,12 +27,7 @@ KAZ = "butterfly/knights_archers_zombies_v11"
 FORAGING = "lbforaging:Foraging-5x5-2p-1f-coop-v3"
 
 
-def parse(flags: str) -> Args:
-    return script.parse_args(flags.split())
-
-
-def train(folder, flags: str = ""):
-    script.train(parse(f"{SMALL} --env-id agents_toy:make --run-dir {folder} {flags}"))
+parse = partial(scripts.parse, "ppo_pettingzoo")
 
 
 def make_envs(env_id: str = "agents_toy:make", kwargs=None, **flags) -> Envs:
@@ -142,7 +139,7 @@ def test_what_is_logged_is_what_was_paid(tmp_path, monkeypatch):
         agents_toy.Drift, "step", lambda *given: paid.append(plain(*given)) or paid[-1]
     )
     flags = "--env-id agents_toy:drift --num-envs 1 --num-steps 4 --total-timesteps 40"
-    train(tmp_path / "run", flags)
+    scripts.train("ppo_pettingzoo", tmp_path / "run", flags)
     episodes = np.array(rows(tmp_path / "run")[1:], float)
     assert len(episodes) >= 5
     means = [np.mean([*rewards.values()]) for _, rewards, *_ in paid[: 6 * len(episodes)]]
@@ -168,6 +165,11 @@ def test_boxes_are_scaled_clipped_and_cut_to_each_agents_size():
     np.testing.assert_array_equal(act("drone_0", np.float32([-7, 7])), np.float32([-2, 4]))
     assert act("drone_0", np.float32([0, 0.5])).dtype == np.float32
     assert envs.obs[0, 1, 3:].tolist() == [0, 1, 1, 0, 1, 0]  # number, dimensions, there
+    high = np.full(2, np.finfo(np.float32).max)  # a Box as large as its type has no bounds
+    boxes = Dict({"a": Box(-high, high), "b": Box(-2.0, 2.0, (2,))})
+    roles = script.Roles(Dict({"a": Box(0, 1, (1,)), "b": Box(0, 1, (1,))}), boxes, Args())
+    assert roles.env_action("a", np.float32([0.5, -3.0])).tolist() == [0.5, -3.0]
+    assert roles.env_action("b", np.float32([0.5, -3.0])).tolist() == [1.0, -2.0]
 
 
 def test_masks_and_spaces():
@@ -416,7 +418,7 @@ def test_killed_and_resumed_to_the_same_bits(tmp_path, env_id, flags):
 
 # --- logs, saved policies -------------------------------------------------------------------------
 def test_a_saved_policy_acts_for_one_agent_and_for_all(tmp_path):
-    train(tmp_path / "run", "--total-timesteps 64")
+    scripts.train("ppo_pettingzoo", tmp_path / "run", "--env-id agents_toy:make")
     agent, args = script.load(tmp_path / "run", make_envs())
     env = agents_toy.Watch()
     observations, infos = env.reset(seed=3)
@@ -447,14 +449,6 @@ def test_what_an_environment_may_give(monkeypatch):
     assert rewards.shape == (1, 3) and (rewards % 1.0 == 0.5).all()
     monkeypatch.setattr(env, "close", lambda: 1 / 0)
     envs.close()
-
-
-def test_a_box_as_large_as_its_type_has_no_bounds():
-    high = np.full(2, np.finfo(np.float32).max)
-    boxes = Dict({"a": Box(-high, high), "b": Box(-2.0, 2.0, (2,))})
-    roles = script.Roles(Dict({"a": Box(0, 1, (1,)), "b": Box(0, 1, (1,))}), boxes, Args())
-    assert roles.env_action("a", np.float32([0.5, -3.0])).tolist() == [0.5, -3.0]
-    assert roles.env_action("b", np.float32([0.5, -3.0])).tolist() == [1.0, -2.0]
 
 
 def test_value_norm_is_true_false_or_none():
