@@ -14,9 +14,6 @@ class Drawn(ParallelEnv):
     def render(self):
         return np.full((64, 64, 3), self.t, np.uint8)
 
-    def close(self):
-        pass
-
 
 class Watch(Drawn):
     """A scout with three choices, of which its mask allows two, and two guards with two choices.
@@ -147,9 +144,6 @@ class Turns(AECEnv):
         self.moves += 1
         self.terminations = dict.fromkeys(self.agents, self.moves == 6)
         self.agent_selection = other
-
-    def close(self):
-        pass
 
 
 class Duel(Drawn):

@@ -106,9 +106,8 @@ def test_rollouts(tmp_path, monkeypatch):
             scores += [np.zeros(3), ~over]
             before, reward, terminated, truncated, info = plain.step(data.actions[t].numpy())
             over = terminated | truncated
-            assert (data.rewards[t] == reward).all()
-            assert (data.terminated[t] == terminated).all()
-            assert (data.truncated[t] == truncated).all()
+            rows_t = [x[t] for x in (data.rewards, data.terminated, data.truncated)]
+            np.testing.assert_array_equal(rows_t, [reward, terminated, truncated])
             scores[0] += info["reward"]
             for i in np.flatnonzero(over):
                 cases.add("limit" if truncated[i] else "game" if info["terminated"][i] else "life")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from program import ROOT, Toy, Waits, assert_same, free_port, rows, train_until_killed
+from program import ROOT, Toy, Waits, assert_same, end_of, free_port, rows, train_until_killed
 from scripts import SMALL
 
 import ppo_atari_multigpu as script
@@ -124,12 +124,7 @@ def pair(tmp_path_factory) -> Path:
         log = (folder / f"log{rank}").open("w")
         command = [sys.executable, "-c", RANK, str(folder), later, *flags]
         processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
-    try:
-        for rank, process in enumerate(processes):
-            assert process.wait(timeout=240) == 0, (folder / f"log{rank}").read_text()
-    finally:
-        for process in processes:
-            process.kill()
+    assert end_of(*processes) == [0, 0], [x.read_text() for x in sorted(folder.glob("log*"))]
     return folder
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from program import ROOT, free_port, rows, scalars, status
+from program import ROOT, end_of, free_port, rows, scalars, status
 from scripts import SMALL
 
 import ppo_atari_multigpu as script
@@ -48,14 +48,6 @@ def launch(folder: Path, flags: str, fault: str = "pass", torchrun: str = ALONE)
     flags = f"{SMALL['ppo_atari_multigpu']} --run-dir run {flags}"
     with (folder / "log").open("a") as log:
         return subprocess.Popen([*command, *flags.split()], cwd=folder, stdout=log, stderr=log)
-
-
-def end_of(*processes: subprocess.Popen) -> list[int]:
-    try:
-        return [process.wait(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
 
 
 def check_logs(folder: Path, iterations: int):

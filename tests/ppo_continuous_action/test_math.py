@@ -150,10 +150,8 @@ def test_no_sample_is_alone_in_a_minibatch(script):
 def compiled_step(script):
     """Args, agent, a batch of 64 rows, and the compiled step."""
     args, agent = set_up(script, compile_from=0, update_epochs=99, num_steps=99)
-    rng = np.random.default_rng(3)
-    width = {"obs": (64, 3), "actions": (64, 1 if script is ppo else 2)}
-    batch = {name: rng.normal(size=width.get(name, 64)) for name in script.Batch._fields}
-    batch = script.Batch(**{name: torch.tensor(x).float() for name, x in batch.items()})
+    shapes = {"obs": (64, 3), "actions": (64, 1 if script is ppo else 2)}
+    batch = script.Batch(*(torch.randn(shapes.get(x, (64,))) for x in script.Batch._fields))
     if script is ppo:
         batch = batch._replace(actions=(batch.actions > 0).long())
     args.compile = True

@@ -260,9 +260,8 @@ def test_budgets_and_what_a_resumed_run_takes_from_its_flags(tmp_path, monkeypat
             seen.append((num_episodes, agent.obs_moments.count.item()))
         return plain(agent, envs, run, num_episodes)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(script, "rollout", rollout)
-        first = train(folder, "-n 20 --num-envs 2")
+    monkeypatch.setattr(script, "rollout", rollout)
+    first = train(folder, "-n 20 --num-envs 2")
     assert seen[0] == (5, 0) and seen[1][0] == 5 and len(seen) == 2
     assert first["agent"]["obs_moments.count"] == seen[1][1] + first["global_step"]
     assert seen[1][1] > 5 * 8
