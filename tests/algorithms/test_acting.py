@@ -27,17 +27,11 @@ def rows_of(env, count: int, repeat: int = 1) -> list[dict]:
     the next one begins. An action that is held is one row."""
     rows, now, held = [], env.said[0]["obs"], 0
     for said in env.said[1:]:
-        if "seed" in said:
-            nothing = {"reward": 0.0, "terminated": False, "truncated": False, "valid": False}
-            rows.append({"seen": now, **nothing})
-            held = 0
-        elif 0 < held < repeat:
+        if 0 < held < repeat and said["valid"]:
             rows[-1] |= {**said, "reward": rows[-1]["reward"] + said["reward"]}
-            held += 1
         else:
-            rows.append({"seen": now, **said, "valid": True})
-            held = 1
-        now = said["obs"]
+            rows.append({"seen": now, **said})
+        now, held = said["obs"], said["valid"] * (held % repeat + 1)
     total = 0.0
     for row in rows:
         total = row["discounted"] = row["valid"] * (row["reward"] + 0.9 * total)

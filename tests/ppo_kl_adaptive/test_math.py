@@ -16,7 +16,7 @@ import ppo_kl_adaptive as script
 from ppo_kl_adaptive import Agent, Args, Batch, Gaussian, Rollout, Servo
 
 
-def make_agent(obs_dim=3, actions=2, discrete=False, **args) -> tuple[Agent, Args]:
+def make_agent(obs_dim=3, actions=2, discrete=False, **args) -> Agent:
     torch.manual_seed(0)
     box = spaces.Box(-1.0, 1.0, (actions,), np.float32)
     problem = SimpleNamespace(
@@ -25,11 +25,11 @@ def make_agent(obs_dim=3, actions=2, discrete=False, **args) -> tuple[Agent, Arg
     )
     agent = Agent(problem, Args(**args))
     agent.policy_adam, agent.value_adam = script.optimizers(agent)
-    return agent, Args(**args)
+    return agent
 
 
 def servo(preset="coady", **numbers) -> Servo:
-    return dataclasses.replace(make_agent(servo=preset)[0].servo, **numbers)
+    return dataclasses.replace(make_agent(servo=preset).servo, **numbers)
 
 
 # --- golden numbers -------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_schulmans_beta_has_a_floor_and_the_rates_own_servo_two_limits():
     kinds = {"coady": (1.0, 0.003), "schulman": (1.0, 0.01), "learning-rate": (0.0, 0.01)}
     for kind, numbers in kinds.items():
         assert (servo(kind).beta, servo(kind).kl_targ) == numbers
-        given = make_agent(servo=kind, beta=0.0, kl_targ=0.03)[0].servo  # 0 is a number
+        given = make_agent(servo=kind, beta=0.0, kl_targ=0.03).servo  # 0 is a number
         assert (given.beta, given.kl_targ) == (0.0, 0.03)
     assert [servo(kind).early_stop for kind in kinds] == [4.0, math.inf, math.inf]
 
@@ -152,7 +152,7 @@ def count(net) -> int:
 @pytest.mark.parametrize("env", SIZES)
 def test_sizes_rates_entropy_and_weights(env):
     inputs, actions, hidden, rate, speed, number, entropy, *value = SIZES[env]
-    agent, _ = make_agent(inputs - 1, actions)
+    agent = make_agent(inputs - 1, actions)
     assert tuple(layer.out_features for layer in layers(agent.actor)) == (*hidden, actions)
     assert agent.policy_adam.defaults["lr"] == pytest.approx(rate, rel=1e-3)
     assert agent.policy_adam.param_groups[1]["speed"] == speed
@@ -167,14 +167,14 @@ def test_sizes_rates_entropy_and_weights(env):
         error = 4 / (2 * scaled.numel()) ** 0.5
         assert scaled.std(correction=0).item() == pytest.approx(1.0, abs=max(error, 0.01))
     assert (agent.actor[2].weight * agent.actor[2].in_features ** 0.5).abs().max() > 3.0
-    agent, _ = make_agent(11, 3, hid1_mult=3, policy_logvar=-2.0)  # as given
+    agent = make_agent(11, 3, hid1_mult=3, policy_logvar=-2.0)  # as given
     assert [layer.out_features for layer in layers(agent.actor)] == [36, 32, 30, 3]
     assert agent.actor_logvar.tolist() == [-2.0] * 3
 
 
 @pytest.mark.parametrize("discrete", [False, True])
 def test_act_draws_from_the_policy(discrete):
-    agent, _ = make_agent(actions=4, discrete=discrete, policy_logvar=0.7)
+    agent = make_agent(actions=4, discrete=discrete, policy_logvar=0.7)
     agent.obs_moments.update(np.random.default_rng(0).normal(1.0, 2.0, (99, 3)))
     with torch.no_grad():
         for p in agent.actor.parameters():
