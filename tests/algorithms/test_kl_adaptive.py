@@ -7,20 +7,10 @@ from collections import Counter
 import gymnasium as gym
 import numpy as np
 import pytest
+import reference
 import torch
 from common import BOX, CLIPPED, SEEN, make, record, same
-from reference import (
-    Adam,
-    Seen,
-    advantages,
-    choice,
-    clipped_objective,
-    descend,
-    gaussian,
-    mean,
-    mlp,
-    parameters,
-)
+from reference import Adam, Seen, advantages, clipped_objective, descend, mean, mlp, parameters
 
 # Of each environment its episodes: steps and how they end. 552 steps in all are two minibatches of
 # the value function. Between episodes stands a row of junk, after the last one the others are idle.
@@ -112,9 +102,9 @@ def test_updates_are_those_of_the_reference(name):
             """Log-probability, entropy, and what the KL needs."""
             output = mlp(p, "actor", x, UNITS)
             if discrete:
-                return *choice(output, int(action)), output.log_softmax(-1)
+                return *reference.choice(output, int(action)), output.log_softmax(-1)
             std = (p["actor_logvar"] / 2).exp()
-            return *gaussian(torch.as_tensor(action).double(), output, std), (output, std)
+            return *reference.gaussian(torch.as_tensor(action).double(), output, std), (output, std)
 
         def kl(old, new):  # of the old policy from the new one
             if discrete:

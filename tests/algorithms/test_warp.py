@@ -96,8 +96,7 @@ def test_updates(monkeypatch, name):
         metrics = module.update(agent, data, args, iteration == 0)
         expected = ppo.learn(rows, orders, rate, adapted if args.desired_kl else None)
         same(agent, metrics, expected, ppo.p, start, min(rate, ppo.rate))
-        rate = ppo.rate
-        rates.append(rate)
+        rates.append(rate := ppo.rate)
         assert float(metrics["charts/learning_rate"]) == pytest.approx(rate, rel=1e-4)
         if iteration == 1:
             moments.add(obs[:-1].flatten(0, 1))

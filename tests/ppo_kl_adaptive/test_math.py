@@ -3,11 +3,13 @@ weights, whole episodes, budgets. Updates are in algorithms/test_kl_adaptive.py.
 
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import scripts
 import torch
 from gymnasium import spaces
 from program import rows, scalars
@@ -242,8 +244,7 @@ SMALL = (
 )
 
 
-def parse(flags: str) -> Args:
-    return script.parse_args(flags.split())
+parse = partial(scripts.parse, "ppo_kl_adaptive")
 
 
 def train(folder: Path, flags: str) -> dict:
