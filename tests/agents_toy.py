@@ -9,11 +9,10 @@ from pettingzoo import AECEnv, ParallelEnv
 class Drawn(ParallelEnv):
     """What all need that can be drawn."""
 
+    metadata = {"name": "toy", "render_modes": ["rgb_array"]}  # noqa: RUF012
+
     def render(self):
         return np.full((64, 64, 3), self.t, np.uint8)
-
-    def close(self):
-        pass
 
 
 class Watch(Drawn):
@@ -21,7 +20,6 @@ class Watch(Drawn):
     The right choice pays 1, a wrong one kills; after 20 steps time is up. The scout sees which is
     right in three numbers, a guard in one. The best return is 20 each, 60 in all."""
 
-    metadata = {"name": "watch", "render_modes": ["rgb_array"]}  # noqa: RUF012
     possible_agents = ["scout", "guard_0", "guard_1"]  # noqa: RUF012
 
     def __init__(self, limit: int = 20, render_mode=None):
@@ -34,20 +32,15 @@ class Watch(Drawn):
         return gym.spaces.Discrete(3 if agent == "scout" else 2)
 
     def look(self):
-        self.right, observations, infos = {}, {}, {}
+        self.right, observations, infos = {}, {}, {agent: {} for agent in self.agents}
         for agent in self.agents:
+            right = self.right[agent] = int(self.rng.integers(3 if agent == "scout" else 2))
+            observations[agent] = np.float32([1 - 2 * right])
             if agent == "scout":
-                right = int(self.rng.integers(3))
                 allowed = np.ones(3, np.int8)
                 allowed[(right + 1 + self.rng.integers(2)) % 3] = 0
                 observations[agent] = np.eye(3, dtype=np.float32)[right]
                 infos[agent] = {"action_mask": allowed}
-            else:
-                cue = int(self.rng.integers(2))
-                observations[agent] = np.float32([1 - 2 * cue])
-                right = cue
-                infos[agent] = {}
-            self.right[agent] = right
         return observations, infos
 
     def reset(self, seed=None, options=None):
@@ -72,14 +65,11 @@ class Drift(Drawn):
     for being near its target, dies where `dies` says, and stops where `stops` says. If `silent`, no
     death is reported: the agent is gone."""
 
-    metadata = {"name": "drift"}  # noqa: RUF012
-
     def __init__(self, sizes=(2, 1), limit=6, dies=None, stops=None, joins=None, silent=False):
         self.possible_agents = [f"drone_{i}" for i in range(len(sizes))]
         self.sizes = dict(zip(self.possible_agents, sizes, strict=True))
         self.dies, self.stops, self.joins = dies or {}, stops or {}, joins or {}
-        self.limit = limit
-        self.silent = silent
+        self.limit, self.silent = limit, silent
 
     def observation_space(self, agent):
         return gym.spaces.Box(-1, 1, (self.sizes[agent] + 1,), np.float32)
@@ -121,9 +111,7 @@ class Turns(AECEnv):
 
     def __init__(self, masks=True):
         super().__init__()
-        self.masks = masks
-        self.possible_agents = ["first", "second"]
-        self.render_mode = None
+        self.masks, self.render_mode, self.possible_agents = masks, None, ["first", "second"]
 
     def observation_space(self, agent):
         return gym.spaces.Dict(
@@ -139,8 +127,7 @@ class Turns(AECEnv):
         return {"observation": np.float32([self.moves]), "action_mask": mask}
 
     def reset(self, seed=None, options=None):
-        self.agents, self.moves = list(self.possible_agents), 0
-        self.agent_selection = "first"
+        self.agents, self.moves, self.agent_selection = [*self.possible_agents], 0, "first"
         self.rewards = dict.fromkeys(self.agents, 0.0)
         self._cumulative_rewards = dict.fromkeys(self.agents, 0.0)
         self.terminations = dict.fromkeys(self.agents, False)
@@ -158,9 +145,6 @@ class Turns(AECEnv):
         self.terminations = dict.fromkeys(self.agents, self.moves == 6)
         self.agent_selection = other
 
-    def close(self):
-        pass
-
 
 class Duel(Drawn):
     """Two players see one screen, of which the left or the right half is lit: the first must choose
@@ -168,7 +152,6 @@ class Duel(Drawn):
     shows the step; after `limit` steps time is up. Observations are images of bytes, or Dicts with
     the image, which half of another screen is lit (noise), and a mask that forbids choice 2."""
 
-    metadata = {"name": "duel", "render_modes": ["rgb_array"]}  # noqa: RUF012
     possible_agents = ["first", "second"]  # noqa: RUF012
 
     def __init__(self, limit=5, dicts=False, size=40, wide=0, render_mode=None):

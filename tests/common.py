@@ -3,6 +3,7 @@
 import importlib
 from types import SimpleNamespace
 
+import gymnasium as gym
 import numpy as np
 import torch
 from reference import Row, advantages
@@ -10,6 +11,8 @@ from reference import Row, advantages
 # Of each environment its rows: . a step, T a step that terminates, L one at the time limit, - the
 # row after an end, whose action was ignored. One begins with such a row, two end with an end.
 ENDS = ["...T-...L-.", "-..L-T-....", "..........L", "....T-L-..T"]
+SEEN = gym.spaces.Box(-np.inf, np.inf, (3,))
+BOX = gym.spaces.Box(np.float32([-1, 0]), np.float32([3, 0.5]))  # half boxes of 2 and 1/4
 NASTY = {  # unlike every default
     "gamma": 0.9, "gae_lambda": 0.8, "clip_coef": 0.15, "ent_coef": 0.05, "vf_coef": 0.7,
     "max_grad_norm": 0.02, "num_minibatches": 3, "update_epochs": 2, "num_steps": 11, "num_envs": 4,
@@ -87,17 +90,14 @@ def record(agent) -> Orders:
     return agent.rng
 
 
-def same_parameters(agent, p: dict, start: dict, rate: float):
-    """To a twentieth of a step of Adam: float32 alone is off by up to a fiftieth."""
+def same(agent, metrics: dict, expected: dict, p: dict, start: dict, rate: float):
+    """Metrics; parameters to a twentieth of a step of Adam: float32 is off by up to a fiftieth."""
+    for name, x in expected.items():
+        got = metrics[f"losses/{name}"]
+        assert abs(got - x) < 2e-3 * (0.05 + abs(x)), f"{name}: {got}, not {x}"
     moved = 0.0
     for name, x in agent.named_parameters():
         gap = (x.detach().double() - p[name]).abs().max().item()
         assert gap < 0.05 * rate + 2e-7, f"{name}: off by {gap / rate:.3f} of a step"
         moved = max(moved, (p[name] - start[name]).abs().max().item())
     assert moved > rate, "nothing was learned"
-
-
-def same_metrics(metrics: dict, expected: dict, tolerance: float = 2e-3):
-    for name, x in expected.items():
-        got = metrics[f"losses/{name}"]
-        assert abs(got - x) < tolerance * (0.05 + abs(x)), f"{name}: {got}, not {x}"

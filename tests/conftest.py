@@ -28,8 +28,7 @@ SEED = int(os.environ.get("TESTS_SEED", 1))
 
 @pytest.fixture(autouse=True)
 def seeded(monkeypatch):
-    """Whatever ran before, a test draws the same: from torch, numpy, Python, and from spaces and
-    environments that get no seed."""
+    """Whatever ran before, a test draws the same, also from what gets no seed of gymnasium's."""
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)

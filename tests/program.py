@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -202,3 +203,12 @@ def free_port() -> int:
     with socket.socket() as it:
         it.bind(("127.0.0.1", 0))
         return it.getsockname()[1]
+
+
+def end_of(*processes: subprocess.Popen) -> list[int]:
+    """Exit codes."""
+    try:
+        return [process.wait(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()

@@ -47,8 +47,7 @@ EVERY = pytest.mark.parametrize("script", SMALL)
 def small_environments(monkeypatch):
     """EnvPool's games are toys; ppo_cma.py learns its first policy in no time instead of 4 s."""
     monkeypatch.setattr(envpool, "make", Toy)
-    cma = importlib.import_module("ppo_cma")
-    monkeypatch.setattr(cma, "pretrain_policy", lambda *_: None)
+    monkeypatch.setattr("ppo_cma.pretrain_policy", lambda *_: None)
 
 
 def named(script: str) -> str:
@@ -86,8 +85,7 @@ def evaluate(script: str, folder: Path, flags: str = "") -> list[float]:
 
 
 def quick_workers(monkeypatch):
-    """The process from which workers are forked has imported all scripts: it starts once, not for
-    each run."""
+    """Workers are forked from a process that has imported all scripts, and starts only once."""
     with monkeypatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT}:{os.environ['PYTHONPATH']}")
         server.set_forkserver_preload([*PARALLEL, "toys", "pytest"])

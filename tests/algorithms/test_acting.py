@@ -1,9 +1,7 @@
 """What is collected: against what the environments wrote down. And when which rate is used."""
 
 import copy
-import csv
 import importlib
-import math
 
 import envpool
 import gymnasium as gym
@@ -12,7 +10,7 @@ import pytest
 import scripts
 import torch
 from common import make
-from program import Toy, scalars
+from program import Toy, rows, scalars
 from reference import Seen, gaussian, linear, lstm, mlp, parameters
 from toys import BOX, Group, Walk
 
@@ -24,28 +22,16 @@ def lists(monkeypatch):
     monkeypatch.setattr(Walk, "made", [])
 
 
-def logged(folder) -> list[list[float]]:
-    """Steps, return and length of each episode in episodes.csv."""
-    with open(folder / "episodes.csv") as file:
-        return [[float(x[0]), float(x[2]), float(x[3])] for x in [*csv.reader(file)][1:]]
-
-
 def rows_of(env, count: int, repeat: int = 1) -> list[dict]:
     """What an environment said, as rows: an episode's end is followed by a row of nothing, in which
     the next one begins. An action that is held is one row."""
     rows, now, held = [], env.said[0]["obs"], 0
     for said in env.said[1:]:
-        if "seed" in said:
-            nothing = {"reward": 0.0, "terminated": False, "truncated": False, "valid": False}
-            rows.append({"seen": now, **nothing})
-            held = 0
-        elif 0 < held < repeat:
+        if 0 < held < repeat and said["valid"]:
             rows[-1] |= {**said, "reward": rows[-1]["reward"] + said["reward"]}
-            held += 1
         else:
-            rows.append({"seen": now, **said, "valid": True})
-            held = 1
-        now = said["obs"]
+            rows.append({"seen": now, **said})
+        now, held = said["obs"], said["valid"] * (held % repeat + 1)
     total = 0.0
     for row in rows:
         total = row["discounted"] = row["valid"] * (row["reward"] + 0.9 * total)
@@ -62,7 +48,8 @@ def test_rollouts(script, tmp_path):
     """Two, each of 11 steps in two environments."""
     T, N = 11, 2
     space = gym.spaces.Discrete(3) if script == "ppo" else BOX
-    repeat = 2 if script in ("ppo_pixels", "ppo_lstm") else 1
+    both = script in ("ppo_pixels", "ppo_lstm")  # keep log-probabilities and values
+    repeat, centre, half = 1 + both, torch.tensor([1, 0.5]), torch.tensor([2, 0.5])
     flags = {"num_envs": N, "num_minibatches": 2, "memory_size": 8, "memory": "lstm"}
     flags |= {"env_id": "Turn-v0" if script == "ppo" else "Walk-v0", "action_repeat": repeat}
     module, args, agent = make(
@@ -75,6 +62,14 @@ def test_rollouts(script, tmp_path):
     returns.add(small)
     agent.return_moments.update(small)
     state = states = torch.zeros((N, 16))
+
+    def hidden(x, i):
+        """What the heads of policy and value see, and the memory."""
+        if script == "ppo_pixels":
+            return trunk(p, x), trunk(p, x, "value_trunk"), None
+        h, c = lstm(p, "memories.0.net", trunk(p, x), *states[i].double().chunk(2))
+        return h, h, torch.cat([h, c]).detach().float()
+
     run = module.Run(args, {})
     for iteration in range(2):
         noise = np.asarray(copy.deepcopy(agent).noise(T, N))
@@ -85,53 +80,42 @@ def test_rollouts(script, tmp_path):
             data = module.rollout(agent, envs, run, args)
         raw = data.rewards
         data = module.scale_rewards(agent, data, args)
-        obs = (
-            data.obs if isinstance(data.obs, np.ndarray) else next(iter(data.obs.values())).numpy()
-        )
+        obs = np.asarray(next(iter(data.obs.values())) if both else data.obs)
         actions = np.asarray(data.actions)
         columns = [rows_of(walk, (iteration + 1) * T, repeat)[iteration * T :] for walk in walks]
+        names = "seen", "reward", "discounted", "terminated", "truncated", "valid"
+        said = {x: np.array([[column[t][x] for column in columns] for t in range(T)])
+                for x in names}  # fmt: skip
         # the deviation of all discounted sums so far, those of this rollout included
-        returns.add([r["discounted"] for t in range(T) for column in columns
-                     for r in [column[t]] if r["valid"]])  # fmt: skip
-        scale = float((returns.var + 1e-8).sqrt())
+        returns.add(said["discounted"][said["valid"]])
+        scaled = said["reward"] / float((returns.var + 1e-8).sqrt())
+        np.testing.assert_array_equal(obs[:-1], said["seen"])
+        np.testing.assert_array_equal(raw, said["reward"])
+        np.testing.assert_allclose(data.rewards, np.clip(scaled, -10, 10), rtol=1e-5)
+        for name in names[3:]:
+            np.testing.assert_array_equal(getattr(data, name), said[name])
+            cases |= {(name, x) for x in np.unique(said[name])}
         states = states.clone()
         for t, i in np.ndindex(T, N):
-            row = columns[i][t]
-            assert (obs[t, i] == row["seen"]).all()
-            reward = np.clip(row["reward"] / scale, -10, 10)
-            assert raw[t, i] == row["reward"]
-            assert data.rewards[t, i] == pytest.approx(reward, rel=1e-5)
-            for name in ("terminated", "truncated", "valid"):
-                assert getattr(data, name)[t, i] == row[name], (name, t, i)
-                cases.add((name, row[name]))
+            row, x = columns[i][t], seen.standardized(obs[t, i])
             # the action is the policy's, drawn by the noise; what was taken is clipped to the box
-            x = torch.as_tensor(obs[t, i]).double()
-            x = seen.standardized(obs[t, i]) if iteration else x.clamp(-10, 10)  # no scale yet
             if script == "ppo":
                 assert actions[t, i] == (mlp(p, "actor", x).detach().numpy() + noise[t, i]).argmax()
                 assert not row["valid"] or row["action"] == actions[t, i]
                 continue
-            if script == "ppo_lstm":
-                h, c = lstm(p, "memories.0.net", trunk(p, x), *states[i].double().chunk(2))
-                # cleared after an end
-                states[i] = torch.cat([h, c]).detach().float() * row["valid"]
-            elif script == "ppo_pixels":
-                h = trunk(p, x)
-            if script == "ppo_continuous_action":
-                mean = mlp(p, "actor_mean", x)
-            else:
-                mean = linear(p, "actor", h)
-                std = torch.tensor([2, 0.5]) * p["actor_logstd"].exp()
-                action = torch.as_tensor(actions[t, i])
-                logprob, _ = gaussian(
-                    action, torch.tensor([1, 0.5]) + torch.tensor([2, 0.5]) * mean, std
-                )
+            if both:
+                h, of_value, memory = hidden(x, i)
+                mean, std = linear(p, "actor", h), half * p["actor_logstd"].exp()
+                logprob, _ = gaussian(torch.as_tensor(actions[t, i]), centre + half * mean, std)
                 assert float(data.logprobs[t, i]) == pytest.approx(float(logprob), rel=1e-4)
-                h = trunk(p, x, "value_trunk") if script == "ppo_pixels" else h
-                value = float(linear(p, "critic", h))
+                value = float(linear(p, "critic", of_value))
                 assert float(data.values[t, i]) == pytest.approx(value, rel=1e-3, abs=1e-5)
+            else:
+                mean = mlp(p, "actor_mean", x)
+            if script == "ppo_lstm":
+                states[i] = memory * row["valid"]  # cleared after an end
             drawn = mean + p["actor_logstd"].exp() * torch.as_tensor(noise[t, i])
-            expected = (torch.tensor([1, 0.5]) + torch.tensor([2, 0.5]) * drawn).detach().numpy()
+            expected = (centre + half * drawn).detach().numpy()
             np.testing.assert_allclose(actions[t, i], expected, rtol=1e-4, atol=1e-4)
             if row["valid"]:
                 clipped = np.clip(actions[t, i], BOX.low, BOX.high)
@@ -141,17 +125,11 @@ def test_rollouts(script, tmp_path):
             starts = np.concatenate([np.zeros((1, N), bool), ~data.valid[:-1]])
             assert (data.episode_starts.numpy() == starts).all()
             torch.testing.assert_close(state, states, rtol=1e-4, atol=1e-5)
-        if script in ("ppo_pixels", "ppo_lstm"):  # the value after the last step
-            for i in range(N):
-                x = torch.as_tensor(obs[T, i]).double()
-                x = seen.standardized(obs[T, i]) if iteration else x.clamp(-10, 10)
-                h = trunk(p, x, "value_trunk" if script == "ppo_pixels" else "trunk")
-                if script == "ppo_lstm":
-                    h, _ = lstm(p, "memories.0.net", h, *states[i].double().chunk(2))
-                value = float(linear(p, "critic", h))
-                assert float(data.values[T, i]) == pytest.approx(value, rel=1e-3, abs=1e-5)
+        for i in range(N) if both else ():  # the value after the last step
+            value = float(linear(p, "critic", hidden(seen.standardized(obs[T, i]), i)[1]))
+            assert float(data.values[T, i]) == pytest.approx(value, rel=1e-3, abs=1e-5)
         assert all((obs[T, i] == walk.said[-1]["obs"]).all() for i, walk in enumerate(walks))
-        if script in ("ppo_pixels", "ppo_lstm"):
+        if both:
             agent.update_moments(data)
         else:
             agent.obs_moments.update(obs[:-1][data.valid])
@@ -162,28 +140,17 @@ def test_rollouts(script, tmp_path):
     assert run.global_step == sum(found)
     cases.discard(("clipped reward", False))
     assert len(cases) == (7 if script == "ppo" else 9)
-    taken, ends, columns = 0, [], [rows_of(walk, 2 * T, repeat) for walk in walks]
-    for rows in zip(*columns, strict=True):
-        taken += sum(row["valid"] for row in rows)
-        ends += [taken for row in rows if row["terminated"] or row["truncated"]]
-    assert [step for step, *_ in logged(tmp_path / "run")] == ends  # each at its own step
-    scores = [list(ended) for walk in walks for ended in games(walk, repeat)]
-    np.testing.assert_allclose(sorted(row[1:] for row in logged(tmp_path / "run")), sorted(scores))
+    taken, games, ended = 0, np.zeros((N, 2)), []  # raw return and length, in decisions
+    for steps in zip(*(rows_of(walk, 2 * T, repeat) for walk in walks), strict=True):
+        taken += sum(row["valid"] for row in steps)
+        for game, row in zip(games, steps, strict=True):
+            game += row["reward"], row["valid"]
+            if row["terminated"] or row["truncated"]:  # each at its own step
+                ended.append([taken, *game])
+                game[:] = 0
+    np.testing.assert_allclose(np.array(rows(tmp_path / "run")[1:], float), ended)
     seeds = [said["seed"] for walk in walks for said in walk.said if "seed" in said]
     assert len(set(seeds)) == len(seeds)  # no two episodes are alike
-
-
-def games(walk, repeat: int = 1) -> list:
-    """Raw return and length, in decisions, of each whole episode."""
-    found = []
-    for said in walk.said:
-        if "seed" in said:
-            own = []
-            continue
-        own.append(said["reward"])
-        if said["terminated"] or said["truncated"]:
-            found.append((sum(own), math.ceil(len(own) / repeat)))
-    return found
 
 
 @pytest.mark.parametrize("team", [False, True])
@@ -216,7 +183,7 @@ def test_agents(team, tmp_path):
     assert not data.waits.any()
     assert run.global_step == 9
     assert data.obs[stop[0] + 1, 0, 0, 0] == 4  # at a limit, the true last observation
-    assert [length for *_, length in logged(tmp_path / "run")] == [4, 4]
+    assert [length for *_, length in rows(tmp_path / "run")[1:]] == ["4", "4"]
 
 
 FEW = ["ppo", "ppo_continuous_action", "ppo_pixels", "ppo_pettingzoo"]
@@ -235,18 +202,14 @@ def test_few_rows(script, tmp_path):
         assert found["iteration"] == 1
 
 
-FALLS = {  # with these flags the bonus falls, too
-    "ppo_continuous_action": {"adapt_ent_coef": False}, "ppo": {}, "ppo_pixels": {},
-    "ppo_lstm": {}, "ppo_pettingzoo": {}, "ppo_atari_multigpu": {},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("script", FALLS)
+@pytest.mark.parametrize("script", [*FEW, "ppo_lstm", "ppo_atari_multigpu"])
 def test_rates_fall_to_nothing(script, tmp_path, monkeypatch):
-    """In iteration k of 4 they are 1 - k / 4 of the first; and the scale is still in evaluation."""
+    """In iteration k of 4 they are 1 - k / 4 of the first."""
     module = importlib.import_module(script)
     env_id = {"ppo": "toys:Turn-v0", "ppo_pettingzoo": "toys:make"}.get(script, "toys:Walk-v0")
-    flags = FALLS[script] | {"env_id": env_id, "num_envs": 2, "num_steps": 8, "num_minibatches": 2}
+    flags = {"env_id": env_id, "num_envs": 2, "num_steps": 8, "num_minibatches": 2}
+    continuous = script == "ppo_continuous_action"  # there the bonus falls, too
+    flags |= {"adapt_ent_coef": False} if continuous else {}
     flags |= {"total_timesteps": 4 * 16, "ent_coef": 0.3, "cuda": False, "num_threads": 1}
     if script == "ppo_atari_multigpu":
         monkeypatch.setattr(envpool, "make", Toy)
@@ -264,13 +227,7 @@ def test_rates_fall_to_nothing(script, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "update", update)
     module.train(module.Args(run_dir=tmp_path / "run", learning_rate=0.1, **flags))
     assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025])
-    falls = [0.3, 0.225, 0.15, 0.075] if FALLS[script] else [0.3] * 4
-    assert bonuses == pytest.approx(falls)
-    if hasattr(module, "RunningMeanStd"):
-        monkeypatch.setattr(module.RunningMeanStd, "update", lambda *_: pytest.fail("it moved"))
-    args = module.load_checkpoint(tmp_path / "run")["args"]
-    args.evaluate, args.eval_episodes, args.env_id = tmp_path / "run", 2, flags["env_id"]
-    assert len(module.evaluate(args)) == 2
+    assert bonuses == pytest.approx([0.3, 0.225, 0.15, 0.075] if continuous else [0.3] * 4)
 
 
 def test_a_bonus_where_rewards_repeat(tmp_path, monkeypatch):

@@ -6,8 +6,8 @@ import envpool
 import numpy as np
 import pytest
 import torch
-from common import CLIPPED, VALUES, ends, make, rows_to_learn, same_metrics, same_parameters
-from program import Toy
+from common import CLIPPED, VALUES, ends, make, rows_to_learn, same
+from program import Toy, rows, scalars
 from reference import PPO, choice, linear, parameters
 
 import ppo_atari_multigpu as script
@@ -67,37 +67,26 @@ def test_update(flags):
         orders = [[[n for n in part if n in rows] for part in epoch] for epoch in orders]
         metrics = script.update(agent, data, args, iteration)
         expected = ppo.learn(rows, orders[:1] if args.target_kl else orders, rate)
-        same_metrics(metrics, expected)
-        same_parameters(agent, ppo.p, start, rate)
+        same(agent, metrics, expected, ppo.p, start, rate)
     assert len(used) == len(set(used)) == 4
     assert args.target_kl or ppo.seen.keys() >= CLIPPED | VALUES
 
 
-class Log(script.Run):
-    """A Run without a folder; what it would write."""
-
-    def __init__(self, args):
-        self.global_step, self.iteration, self.start = 0, 0, 0.0
-        self.last_returns, self.episodes = [], [(0.0, 0)] * args.num_envs
-        self.lines, self.points = [], []
-        self.csv = SimpleNamespace(write=self.lines.append)
-        self.bar = SimpleNamespace(write=lambda _: None)
-        self.writer = SimpleNamespace(add_scalar=lambda *point: self.points.append(point))
-
-
-def test_rollouts(monkeypatch):
+def test_rollouts(tmp_path, monkeypatch):
     """Two rollouts of Toys, which go on from one to the next: rows, and the games in the log."""
     monkeypatch.setattr(envpool, "make", Toy)
     monkeypatch.setattr(Toy, "limit", 7)  # truncates the games of environments 1 and 2
-    _, args, agent = make("ppo_atari_multigpu", None, Toy.action_space, num_envs=3)
-    envs, log = script.Envs(args, slice(0, 3)), Log(args)
+    folder = tmp_path / "run"
+    flags = {"num_envs": 3, "run_dir": folder, "total_timesteps": 66}
+    _, args, agent = make("ppo_atari_multigpu", None, Toy.action_space, **flags)
+    envs, run = script.Envs(args, slice(0, 3)), script.Run(args, {})
     plain = script.Envs(args, slice(0, 3)).vector  # another with the same games
     buffers = script.make_buffers(agent, envs, args)
     before, _ = plain.reset()
     over, games, scores, taken, cases = np.zeros(3, bool), [], np.zeros((2, 3)), 0, set()
     for iteration in range(2):
-        log.iteration = iteration
-        data = script.rollout(agent, envs, buffers, log, args)
+        run.iteration = iteration
+        data = script.rollout(agent, envs, buffers, run, args)
         gumbel = np.random.default_rng((args.seed, iteration, 0)).gumbel(size=(T, 3, 4))
         with torch.no_grad():
             logprobs, values = agent.policy(data.obs.flatten(0, 1))
@@ -117,23 +106,20 @@ def test_rollouts(monkeypatch):
             scores += [np.zeros(3), ~over]
             before, reward, terminated, truncated, info = plain.step(data.actions[t].numpy())
             over = terminated | truncated
-            assert (data.rewards[t] == reward).all()
-            assert (data.terminated[t] == terminated).all()
-            assert (data.truncated[t] == truncated).all()
+            rows_t = [x[t] for x in (data.rewards, data.terminated, data.truncated)]
+            np.testing.assert_array_equal(rows_t, [reward, terminated, truncated])
             scores[0] += info["reward"]
             for i in np.flatnonzero(over):
                 cases.add("limit" if truncated[i] else "game" if info["terminated"][i] else "life")
                 if truncated[i] or info["terminated"][i]:
-                    games.append((taken, *scores[:, i]))
+                    games.append([taken, *scores[:, i]])
                     scores[:, i] = 0
         with torch.no_grad():
             last = agent.get_value(torch.as_tensor(before))
         torch.testing.assert_close(data.values[T], last, atol=1e-5, rtol=1e-4)
     assert cases == {"limit", "game", "life"}
-    logged = [line.split(",") for line in log.lines]
-    logged = [(int(step), float(score), int(length)) for step, _, score, length in logged]
-    assert logged == games and len(games) >= 5
-    assert log.global_step == taken < 2 * 3 * T
-    assert log.last_returns == [score for _, score, _ in games]
-    means = [value for tag, value, _ in log.points if tag == "charts/episodic_return"]
-    assert len(means) == 2 and all(np.isfinite(means))
+    run.__exit__(None)
+    assert np.array(rows(folder)[1:], float).tolist() == games and len(games) >= 5
+    assert run.global_step == taken < 2 * 3 * T
+    assert [*run.last_returns] == [score for _, score, _ in games]
+    assert len(scalars(folder)["charts/episodic_return"]) == 2

@@ -4,23 +4,13 @@ reference."""
 import math
 from collections import Counter
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from common import CLIPPED, make, same_metrics, same_parameters
-from reference import Adam, advantages, clipped_objective, gaussian, gradient, mean, parameters
+from common import BOX, CLIPPED, SEEN, make, same
+from reference import Adam, advantages, clipped_objective, descend, gaussian, mean, parameters
 
-SEEN = gym.spaces.Box(-np.inf, np.inf, (3,))
-BOX = gym.spaces.Box(np.float32([-1, 0]), np.float32([3, 0.5]))
 LENGTHS = [[5, 9, 3, 7], [4, 2, 6], [8, 3, 9, 5, 2]]  # of the episodes of each iteration
-
-
-def descend(p: dict, network: str, loss, adam: Adam, rate: float):
-    """A step on the parameters of a network; the others stay, and so does their Adam."""
-    own = {name: x for name, x in p.items() if name.startswith(network)}
-    adam.step(own, gradient(loss, own), rate)
-    p |= own
 
 
 def of_episodes(rewards, values, gamma, lam) -> list:
@@ -154,9 +144,9 @@ def test_cma(monkeypatch, mode):
                 else:
                     terms.append(a[i] * logprob(actions[i], mu, logvar))
             descend(p, "mean_net", -mean(terms), adam, rate)
-        same_metrics(metrics, {"value_loss": mean(value_losses), "entropy": float(mean(entropies))})
+        expected = {"value_loss": mean(value_losses), "entropy": float(mean(entropies))}
+        same(agent, metrics, expected, p, start, rate)
         assert metrics["charts/policy_std"] == pytest.approx(float(mean(deviations)), rel=1e-4)
-        same_parameters(agent, p, start, rate)
         torch.testing.assert_close(agent.obs_scale, scale.float())
         assert metrics["charts/mean_episodic_return"] == pytest.approx(rewards.sum() / len(lengths))
     if mode == "ppo":

@@ -1,15 +1,15 @@
 """ppo_continuous_action_warp.py on the CPU: two updates against the reference; a rollout and its
 log against the payments of a toy. Environments reset themselves: every row is learned from."""
 
-import csv
 from dataclasses import replace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from common import CLIPPED, VALUES, ends, make, same_metrics, same_parameters
-from reference import PPO, Row, Seen, explained_variance, gaussian, mlp, parameters
+from common import CLIPPED, VALUES, ends, make, same
+from program import rows
+from reference import PPO, Row, Seen, gaussian, mlp, parameters
 from toys import BOX
 
 import ppo_continuous_action_warp as script
@@ -95,12 +95,8 @@ def test_updates(monkeypatch, name):
         start = parameters(agent)
         metrics = module.update(agent, data, args, iteration == 0)
         expected = ppo.learn(rows, orders, rate, adapted if args.desired_kl else None)
-        same_metrics(metrics, expected)
-        gap = metrics["losses/explained_variance"] - explained_variance([*rows.values()])
-        assert abs(gap) < 1e-3
-        same_parameters(agent, ppo.p, start, min(rate, ppo.rate))
-        rate = ppo.rate
-        rates.append(rate)
+        same(agent, metrics, expected, ppo.p, start, min(rate, ppo.rate))
+        rates.append(rate := ppo.rate)
         assert float(metrics["charts/learning_rate"]) == pytest.approx(rate, rel=1e-4)
         if iteration == 1:
             moments.add(obs[:-1].flatten(0, 1))
@@ -185,11 +181,9 @@ def test_the_log_has_every_episode(staggered, tmp_path, monkeypatch):
         if steps[i] == 3 + i % 3:
             if not cut_short[i]:
                 score = sum(i + k + 1 for k in range(steps[i]))
-                expected.append((6 * (t + 1), float(score), steps[i]))
+                expected.append([6 * (t + 1), float(score), steps[i]])
             steps[i], cut_short[i] = 0, False
-    with open(tmp_path / "episodes.csv") as file:
-        rows = [(int(x[0]), float(x[2]), int(x[3])) for x in [*csv.reader(file)][1:]]
-    assert rows == expected
-    assert len(rows) > 100
+    assert np.array(rows(tmp_path)[1:], float).tolist() == expected
+    assert len(expected) > 100
     last = script.load_checkpoint(tmp_path)["last_returns"]
     assert last == [score for _, score, _ in expected][-100:]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from program import ROOT, Toy, Waits, assert_same, free_port, rows, train_until_killed
+from program import ROOT, Toy, Waits, assert_same, end_of, free_port, rows, train_until_killed
 from scripts import SMALL
 
 import ppo_atari_multigpu as script
@@ -124,12 +124,7 @@ def pair(tmp_path_factory) -> Path:
         log = (folder / f"log{rank}").open("w")
         command = [sys.executable, "-c", RANK, str(folder), later, *flags]
         processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
-    try:
-        for rank, process in enumerate(processes):
-            assert process.wait(timeout=240) == 0, (folder / f"log{rank}").read_text()
-    finally:
-        for process in processes:
-            process.kill()
+    assert end_of(*processes) == [0, 0], [x.read_text() for x in sorted(folder.glob("log*"))]
     return folder
 
 
@@ -161,7 +156,6 @@ def test_two_processes_train_and_log_as_one(pair):
     counts = {6: sum(range(1, 7)), 8: sum(range(2, 10))}
     assert sorted(lengths) == 2 * (40 // 8) * [6] + 2 * (40 // 10) * [8]
     assert all(counts[int(length)] == score for score, length in zip(returns, lengths, strict=True))
-    assert (np.diff(steps) >= 0).all()
     assert steps[:4].tolist() == [24, 24, 30, 30]  # 4 in each of 7 and of 9 rows, less junk
     assert checkpoint["global_step"] == 160 - 2 * (40 // 4 + 40 // 5)
     out = (pair / "log0").read_text()

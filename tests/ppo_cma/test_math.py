@@ -1,15 +1,15 @@
 """ppo_cma.py: golden numbers of the original program (measured on it), first weights and actions,
 statistics, whole episodes, boxes. Updates are in algorithms/test_cma.py."""
 
-import csv
 from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from program import scalars
+from program import rows, scalars
 from scripts import resume, train
+from toys import Clock
 
 import ppo_cma
 from ppo_cma import Agent, Args, Rollout, log_density
@@ -36,10 +36,10 @@ def test_unit_rows_and_centred_pre_activations(net):
     first, second, output = mlp.from_input.split(mlp.widths)
     second = torch.cat([second, mlp.from_first], dim=1)
     output = torch.cat([output, mlp.from_both], dim=1)
-    shapes = [tuple(rows.shape) for rows in (first, second, output)]
-    assert shapes == [(128, inputs), (128, inputs + 128), (outputs, inputs + 256)]
-    for rows in (first, second, output):
-        torch.testing.assert_close(rows.norm(dim=1), torch.ones(len(rows)))
+    sizes = (128, inputs), (128, inputs + 128), (outputs, inputs + 256)
+    for weights, size in zip((first, second, output), sizes, strict=True):
+        assert weights.shape == size
+        torch.testing.assert_close(weights.norm(dim=1), torch.ones(len(weights)))
     x = torch.randn(500, inputs) * 3 + 1
     mlp.center(x)
     for layer in range(3):
@@ -91,10 +91,10 @@ def test_later_ones_are_the_networks_and_the_critic_sees_the_time(mode):
             mean = agent.mean(tensor).numpy()
             std = (0.5 * agent.logvar(tensor)).exp().numpy()
         noise = agent.noise(len(obs))
+        taken = agent.act(obs, noise)
         np.testing.assert_allclose(agent.act(obs), mean, rtol=1e-4, atol=1e-5)
         expected = np.clip(mean + std * noise, [-1, 0], [1, 3])
-        np.testing.assert_allclose(agent.act(obs, noise), expected, rtol=1e-4, atol=1e-4)
-        taken = agent.act(obs, noise)
+        np.testing.assert_allclose(taken, expected, rtol=1e-4, atol=1e-4)
         ppo_cma.check_actor(agent, obs, taken, noise)
         fifth = np.where((np.arange(2000) % 5 == 0)[:, None], 0, taken)
         for other in (agent.act(obs, 3.0 * noise), fifth):
@@ -104,9 +104,8 @@ def test_later_ones_are_the_networks_and_the_critic_sees_the_time(mode):
         agent.mean_net[2] = torch.nn.Linear(8, 2 if agent.cma else 4)
         agent.var_net = agent.var_net if agent.cma else agent.mean_net
     action, logprob, entropy, value = agent.get_action_and_value(tensor[:6])
-    normal = torch.distributions.Normal(
-        agent.mean(tensor[:6]), (0.5 * agent.logvar(tensor[:6])).exp()
-    )
+    std = (0.5 * agent.logvar(tensor[:6])).exp()
+    normal = torch.distributions.Normal(agent.mean(tensor[:6]), std)
     torch.testing.assert_close(logprob, normal.log_prob(action).sum(-1))
     torch.testing.assert_close(entropy, normal.entropy().sum(-1))
     late = agent.get_action_and_value(tensor[:6], action, 200 * torch.arange(6))[3]
@@ -210,35 +209,6 @@ def test_modes_that_widen_and_modes_that_shrink(mode):
 
 
 # --- whole episodes -------------------------------------------------------------------------------
-class Clock(gym.Env):
-    """Episodes of these lengths that pay 1 a step and show (seed, step). It spoils its actions."""
-
-    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,))
-    action_space = gym.spaces.Box(-1, 1, (1,))
-    made = []  # noqa: RUF012
-
-    def __init__(self, lengths):
-        number = len(Clock.made)
-        self.lengths = lengths[number] if isinstance(lengths[0], list) else lengths
-        self.actions, self.seeds = [], []
-        Clock.made.append(self)
-
-    def reset(self, seed=None, options=None):
-        self.seeds.append(seed)
-        self.t = 0
-        return np.array([seed % 1000, 0], np.float32), {}
-
-    def step(self, action):
-        self.actions.append(float(action[0]))
-        action[:] = 7.0
-        self.t += 1
-        ended = self.t == self.lengths[(len(self.seeds) - 1) % len(self.lengths)]
-        return np.array([self.seeds[-1] % 1000, self.t], np.float32), 1.0, ended, False, {}
-
-
-gym.register("ClockOfCMA-v0", Clock)
-
-
 @pytest.fixture
 def play(tmp_path):
     """A rollout in such environments: its data, the rows of episodes.csv, the environments."""
@@ -246,23 +216,22 @@ def play(tmp_path):
     def play(lengths, iter_steps, action_repeat=2):
         Clock.made.clear()
         flags = {"num_envs": len(lengths), "iter_steps": iter_steps, "run_dir": tmp_path / "run"}
-        flags |= {"env_id": "ClockOfCMA-v0", "env_kwargs": f'{{"lengths": {lengths}}}'}
+        flags |= {"env_id": "Clock-v0", "env_kwargs": f'{{"lengths": {lengths}}}'}
         agent, args = make_agent(2, action_repeat=action_repeat, **flags)
         envs = ppo_cma.make_envs(args, args.num_envs, {})
         with ppo_cma.Run(args, {}) as run:
             data = ppo_cma.rollout(agent, envs, run, args)
-        with open(tmp_path / "run" / "episodes.csv") as file:
-            rows = [(int(a), float(b), int(c)) for a, _, b, c in [*csv.reader(file)][1:]]
+        table = np.array(rows(tmp_path / "run")[1:], float).tolist()
         assert run.episodes == [len(env.seeds) for env in Clock.made]
-        assert run.global_step == rows[-1][0] == sum(len(env.actions) for env in Clock.made)
-        return data, rows, Clock.made
+        assert run.global_step == table[-1][0] == sum(len(env.actions) for env in Clock.made)
+        return data, table, Clock.made
 
     return play
 
 
 def test_action_repeat_counts_decisions_and_steps(play):
-    data, rows, (env,) = play([[5, 4, 7]], iter_steps=10)
-    assert rows == [(5, 5.0, 5), (9, 4.0, 4), (16, 7.0, 7)]  # the last one plays to its end
+    data, table, (env,) = play([[5, 4, 7]], iter_steps=10)
+    assert table == [[5, 5, 5], [9, 4, 4], [16, 7, 7]]  # the last one plays to its end
     lengths = np.diff(np.flatnonzero(data.ended), prepend=-1)
     assert lengths.tolist() == [3, 2, 4]  # ceil(length / 2)
     assert data.rewards[:5].tolist() == [2.0, 2.0, 1.0, 2.0, 2.0]
@@ -274,13 +243,13 @@ def test_action_repeat_counts_decisions_and_steps(play):
 
 def test_running_episodes_finish_and_short_ones_are_not_favoured(play):
     # environment 0 plays one long episode beside many short ones of environment 1
-    data, rows, envs = play([[40, 9], [2, 2]], iter_steps=30, action_repeat=1)
-    lengths = [length for *_, length in rows]
+    data, table, envs = play([[40, 9], [2, 2]], iter_steps=30, action_repeat=1)
+    lengths = [length for *_, length in table]
     assert lengths == [2] * 8 + [40]  # started before both had made 30 steps together
     order = [*envs[1].seeds, *envs[0].seeds]  # of their ends: one episode after the other
     assert len(set(order)) == len(order) == 9
     assert data.obs[:, 0].tolist() == np.repeat(np.array(order) % 1000, lengths).tolist()
-    assert data.obs[:, 1].tolist() == [t for length in lengths for t in range(length)]
+    assert data.obs[:, 1].tolist() == np.hstack([np.arange(n) for n in lengths]).tolist()
     assert np.flatnonzero(data.ended).tolist() == (np.cumsum(lengths) - 1).tolist()
 
 

@@ -1,5 +1,5 @@
-"""ppo.py and ppo_continuous_action.py: policies by their formulas, RPO, compilation,
-learning. Updates with all their cases are in algorithms/test_vectors.py."""
+"""ppo.py and ppo_continuous_action.py: policies by their formulas, compilation, learning; Warp's
+first networks, too. Updates with all their cases are in algorithms/test_vectors.py."""
 
 import copy
 import dataclasses
@@ -10,57 +10,50 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import make
+from common import SEEN, make
 from gymnasium import spaces
-from program import rows
+from program import returns
 from scripts import train
 from torch import nn
 
 import ppo
 import ppo_continuous_action
+import ppo_continuous_action_warp as warp
 
 both = pytest.mark.parametrize("script", [ppo, ppo_continuous_action], ids=lambda x: x.__name__)
-SEEN = spaces.Box(-np.inf, np.inf, (3,), np.float32)
 
 
 def actor(agent) -> nn.Module:
     return getattr(agent, "actor", None) or agent.actor_mean
 
 
+def usual(script):
+    return spaces.Discrete(3) if script is ppo else spaces.Box(-1, 1, (2,))
+
+
 def set_up(script, action_space=None, **flags):
     """Args and an agent with weights moved at random."""
-    usual = spaces.Discrete(3) if script is ppo else spaces.Box(-1, 1, (2,))
     flags = {"max_grad_norm": 0.5, "clip_vloss": False} | flags
-    return make(script.__name__, SEEN, action_space or usual, **flags)[1:]
-
-
-def random_rollout(script, T, N):
-    rng = np.random.default_rng(0)
-    obs = rng.normal(size=(T + 1, N, 3)).astype(np.float32)
-    actions = rng.integers(0, 3, (T, N, 1))
-    if script is ppo_continuous_action:
-        actions = rng.normal(size=(T, N, 2)).astype(np.float32)
-    flags = np.zeros((T, N), bool), np.zeros((T, N), bool), np.ones((T, N), bool)
-    return script.Rollout(obs, actions, rng.normal(size=(T, N)), *flags)
+    return make(script.__name__, SEEN, action_space or usual(script), **flags)[1:]
 
 
 # --- policies -------------------------------------------------------------------------------------
-@both
+@pytest.mark.parametrize("script", [ppo, ppo_continuous_action, warp], ids=lambda x: x.__name__)
 def test_initial_policy_and_networks(script):
     """Orthogonal weights of gains sqrt(2), sqrt(2) and 1 or 0.01 (details 2, continuous 4)."""
-    usual = spaces.Discrete(3) if script is ppo else spaces.Box(-1, 1, (2,))
-    agent = script.Agent(SimpleNamespace(observation_space=SEEN, action_space=usual))
+    hidden, unit = ((16, 8), nn.ELU) if script is warp else ((64, 64), nn.Tanh)
+    args = script.Args(**{"hidden": hidden} if script is warp else {})
+    problem = SimpleNamespace(observation_space=SEEN, action_space=usual(script))
+    agent = script.Agent(problem, args)
     for net, gain in ((agent.critic, 1.0), (actor(agent), 0.01)):
-        layers = [layer for layer in net if isinstance(layer, nn.Linear)]
-        assert [type(layer) for layer in net] == [nn.Linear, nn.Tanh] * 2 + [nn.Linear]
-        assert [layer.out_features for layer in layers[:2]] == [64, 64]
-        for layer, g in zip(layers, (math.sqrt(2), math.sqrt(2), gain), strict=True):
-            w = layer.weight if layer.weight.shape[0] <= layer.weight.shape[1] else layer.weight.T
-            torch.testing.assert_close(w @ w.T, g**2 * torch.eye(len(w)), atol=1e-5, rtol=1e-4)
+        assert [type(layer) for layer in net] == [nn.Linear, unit] * 2 + [nn.Linear]
+        assert tuple(layer.out_features for layer in net[:4:2]) == hidden
+        for layer, g in zip(net[::2], (math.sqrt(2), math.sqrt(2), gain), strict=True):
+            singular = torch.linalg.svdvals(layer.weight.detach())
+            torch.testing.assert_close(singular, torch.full_like(singular, g), rtol=1e-4, atol=0)
             assert not layer.bias.any()
     *_, entropy, _ = agent.get_action_and_value(torch.randn(100, 3))
-    normal = 2 * (script.Args().log_std_init if script is not ppo else 0.0)
-    normal += math.log(2 * math.pi * math.e)
+    normal = 2 * getattr(args, "log_std_init", 0.0) + math.log(2 * math.pi * math.e)
     expected = math.log(3) if script is ppo else normal
     torch.testing.assert_close(entropy, torch.full((100,), expected), atol=1e-3, rtol=0)
 
@@ -97,9 +90,8 @@ def test_the_unit_of_actions():
         assert (agent.action_bias.tolist(), agent.action_scale.tolist()) == (origin, unit)
 
 
-@pytest.mark.parametrize("script", ["ppo_continuous_action", "ppo_pixels", "ppo_lstm"])
-def test_moments_are_those_of_all_that_was_seen(script):
-    rng, moments = np.random.default_rng(0), importlib.import_module(script).RunningMeanStd((4,))
+def test_moments_are_those_of_all_that_was_seen():
+    rng, moments = np.random.default_rng(0), ppo_continuous_action.RunningMeanStd((4,))
     batches = [rng.normal(1000.0, [1e-2, 1, 5, 100], (n, 4)) for n in (1, 7, 93, 5000)]
     for batch in batches:
         moments.update(batch)
@@ -119,14 +111,11 @@ NETWORKS = {
 @pytest.mark.parametrize("network", NETWORKS)
 def test_whatever_the_network_what_acts_is_what_learns(script, network, tmp_path, monkeypatch):
     """The run itself compares them: if one of two definitions changes, it says so."""
-    monkeypatch.setattr(
-        script, "mlp", lambda inputs, outputs, gain: NETWORKS[network](inputs, outputs)
-    )
+    monkeypatch.setattr(script, "mlp", lambda i, o, gain: NETWORKS[network](i, o))
     assert train(script.__name__, tmp_path / "run")["iteration"] == 2
     plain = script.as_numpy
-    monkeypatch.setattr(
-        script, "as_numpy", lambda *given: lambda x: 2 * plain(*given)(x) + x[:, :1]
-    )
+    wrong = lambda *given: lambda x: 2 * plain(*given)(x) + x[:, :1]  # noqa: E731
+    monkeypatch.setattr(script, "as_numpy", wrong)
     with pytest.raises(RuntimeError, match="acts by another policy than"):
         train(script.__name__, tmp_path / "other")
 
@@ -134,8 +123,7 @@ def test_whatever_the_network_what_acts_is_what_learns(script, network, tmp_path
 # --- the update -----------------------------------------------------------------------------------
 @both
 def test_no_sample_is_alone_in_a_minibatch(script):
-    """It has no deviation: not even where most rows are junk. Nothing to learn from changes
-    nothing."""
+    """It has no deviation: not even where most rows are junk. No row changes nothing."""
     args, agent = set_up(script)
     for size, count, each in ((5, 2, 2), (17, 8, 2), (8, 3, 1), (8, 3, 99)):
         minibatches = []
@@ -144,8 +132,11 @@ def test_no_sample_is_alone_in_a_minibatch(script):
             minibatches.append(rows.tolist())
             return ["approx_kl"], torch.zeros(1)
 
+        obs = np.float32(np.random.normal(size=(size + 1, 1, 3)))
+        actions = np.zeros((size, 1, 1 if script is ppo else 2), int if script is ppo else float)
         valid = np.arange(size)[:, None] % each == each - 1
-        data = random_rollout(script, size, 1)._replace(valid=valid)
+        never = np.zeros_like(valid)
+        data = script.Rollout(obs, actions, obs[1:, :, 0], never, never, valid)
         flags = dataclasses.replace(args, num_minibatches=count, update_epochs=1)
         metrics = script.update(agent, data, flags, step)
         assert len(minibatches) == min(count, valid.sum() // 2) and bool(metrics) == (each < 99)
@@ -159,10 +150,8 @@ def test_no_sample_is_alone_in_a_minibatch(script):
 def compiled_step(script):
     """Args, agent, a batch of 64 rows, and the compiled step."""
     args, agent = set_up(script, compile_from=0, update_epochs=99, num_steps=99)
-    rng = np.random.default_rng(3)
-    width = {"obs": (64, 3), "actions": (64, 1 if script is ppo else 2)}
-    batch = {name: rng.normal(size=width.get(name, 64)) for name in script.Batch._fields}
-    batch = script.Batch(**{name: torch.tensor(x).float() for name, x in batch.items()})
+    shapes = {"obs": (64, 3), "actions": (64, 1 if script is ppo else 2)}
+    batch = script.Batch(*(torch.randn(shapes.get(x, (64,))) for x in script.Batch._fields))
     if script is ppo:
         batch = batch._replace(actions=(batch.actions > 0).long())
     args.compile = True
@@ -225,9 +214,8 @@ def test_later_minibatches_run_the_code_of_an_epochs_first(script):
         generator = torch.Generator().manual_seed(5)
         for epoch in range(6):
             flags = {"norm_adv": epoch % 2 == 0, "learning_rate": 0.01 / (1 + epoch)}
-            coefficients = script.as_tensors(
-                dataclasses.replace(args, **flags), torch.device("cpu")
-            )
+            now = dataclasses.replace(args, **flags)
+            coefficients = script.as_tensors(now, torch.device("cpu"))
             minibatches = torch.randperm(62, generator=generator).tensor_split(4)  # 16 and 15 rows
             direct = script.epoch_steps(compiled, minibatches)
             for step, part in zip([compiled] * 4, minibatches, strict=True) if checks else direct:
@@ -270,6 +258,6 @@ LEARNED += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 def test_it_learns(script, flags, last, mean, played, tmp_path):
     module, folder = importlib.import_module(script), tmp_path / "run"
     train(script, folder, flags)
-    scores = [float(score) for _, score, _ in rows(folder)[1:]]
+    scores = returns(folder)
     assert np.mean(scores[:last]) < mean < np.mean(scores[-last:])
     assert np.mean(module.evaluate(module.parse_args(["--evaluate", str(folder)]))) >= played

@@ -14,16 +14,12 @@ import pytest
 import torch
 from program import ROOT, Waits, assert_same, installed, returns, rows
 from reference import Seen, mlp, parameters
-from scripts import refused
+from scripts import SMALL, STEPS, parse, refused, resume, train
 
 import ppo_continuous_action_warp as script
 from ppo_continuous_action_warp import Args, Pendulum
 
-SMALL = (
-    "--env-id Pendulum-v1 --num-envs 16 --num-steps 8 --num-minibatches 2 --update-epochs 2 "
-    "--hidden 16 --no-cuda --checkpoint-interval 1"
-)
-STEPS = 16 * 8  # of an iteration
+NAME = "ppo_continuous_action_warp"
 PENDULUM = "--env-id Pendulum-v1 --num-envs 256 --num-steps 32 --hidden 64 64 --no-cuda"
 
 no_warp = pytest.mark.skipif(
@@ -33,14 +29,8 @@ no_warp = pytest.mark.skipif(
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 
 
-def small(flags: str = "", base: str = SMALL) -> Args:
-    return script.parse_args(f"{base} {flags}".split())
-
-
-def train(folder: Path, flags: str = "", base: str = SMALL) -> dict:
-    """Train in this process; the final checkpoint."""
-    script.train(small(f"--run-dir {folder} --total-timesteps {3 * STEPS} {flags}", base))
-    return script.load_checkpoint(folder)
+def small(flags: str = "") -> Args:
+    return parse(NAME, f"{SMALL[NAME]} {flags}")
 
 
 # --- environments ---------------------------------------------------------------------------------
@@ -101,7 +91,7 @@ def parts(args: Args, device: str = "cpu"):
 
 
 def test_no_host_waits_in_an_iteration_and_no_tensor_moves():
-    args = small()
+    args = small("--update-epochs 2")
     envs, agent, data = parts(args)
 
     def places() -> list[int]:
@@ -138,9 +128,9 @@ def test_a_graph_is_recorded_again_after_a_change(monkeypatch):
 @pytest.mark.gpu
 @gpu
 def test_cuda_graphs_are_eager_to_rounding(tmp_path):
-    flags = f"--cuda --total-timesteps {8 * STEPS}"
-    plain = train(tmp_path / "plain", f"{flags} --no-cudagraphs")
-    graphs = train(tmp_path / "graphs", flags)
+    flags = "--cuda --num-envs 16 --update-epochs 2"
+    plain = train(NAME, tmp_path / "plain", f"{flags} --no-cudagraphs", 32)
+    graphs = train(NAME, tmp_path / "graphs", flags, 32)
     assert torch.allclose(plain["rollout"][0], graphs["rollout"][0], atol=1e-4)
     for name, x in plain["agent"].items():
         assert torch.allclose(x, graphs["agent"][name], rtol=1e-3, atol=1e-5), name
@@ -149,7 +139,7 @@ def test_cuda_graphs_are_eager_to_rounding(tmp_path):
 
 # --- a program ------------------------------------------------------------------------------------
 def test_acting_by_hand(tmp_path):
-    train(tmp_path, "--hidden 16 8")
+    train(NAME, tmp_path, "--hidden 16 8")
     agent, args = script.load(tmp_path)
     assert args.hidden == (16, 8)
     obs, noise, moments = torch.randn(5, 3), agent.noise(5), Seen()
@@ -161,20 +151,6 @@ def test_acting_by_hand(tmp_path):
         expected += 0.0 if given is None else 2.0 * agent.actor_logstd.detach().exp() * given
         torch.testing.assert_close(agent.act(obs, given), expected, rtol=1e-4, atol=1e-4)
     assert np.array_equal(agent.act(obs.numpy()), agent.act(obs).numpy())
-
-
-def test_weights_are_orthogonal_at_first():
-    torch.manual_seed(1)
-    envs = Pendulum(1, "cpu")
-    agent = script.Agent(envs, small("--hidden 16 8"))
-    for network, gain in ((agent.critic, 1.0), (agent.actor_mean, 0.01)):
-        layers = [m for m in network if isinstance(m, torch.nn.Linear)]
-        assert [m.out_features for m in layers] == [16, 8, 1]
-        for layer, scale in zip(layers, (2**0.5, 2**0.5, gain), strict=True):
-            w = layer.weight if layer.out_features < layer.in_features else layer.weight.T
-            expected = scale**2 * torch.eye(len(w))
-            torch.testing.assert_close(w @ w.T, expected, rtol=0, atol=1e-5 * scale**2)
-            assert (layer.bias == 0).all()
 
 
 def test_without_the_engine_there_is_one_line(monkeypatch, capfd):
@@ -192,7 +168,7 @@ def test_the_pages_environment_trains(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     run = Path("runs/RUN")
     flags = "--env-id my_robots:Point --num-envs 64 --num-steps 32 --total-timesteps 60000"
-    checkpoint = train(run, flags)
+    checkpoint = train(NAME, run, f"{flags} --update-epochs 2 --hidden 16")
     scores = returns(run)
     assert np.mean(scores[:50]) < -25 and np.mean(scores[-50:]) > -15
     assert checkpoint["envs"].keys() == {"steps", "place", "goal"}
@@ -209,7 +185,7 @@ def test_the_pages_environment_trains(tmp_path, monkeypatch, capfd):
 @pytest.mark.parametrize(("seed", "least"), [(1, -220), (2, -250), (3, -250)])
 def test_pendulum_is_learned(seed, least, tmp_path):
     flags = f"{PENDULUM} --total-timesteps 800000 --seed {seed} --run-dir {tmp_path}"
-    assert np.mean(returns(script.train(small(flags, "")))[-100:]) > least
+    assert np.mean(returns(script.train(parse(NAME, flags)))[-100:]) > least
     argv = ["--evaluate", str(tmp_path), "--eval-episodes", "20"]
     assert np.mean(script.evaluate(script.parse_args(argv))) > least  # in gymnasium's
 
@@ -290,12 +266,10 @@ def test_a_reset_on_warp_is_gymnasiums(env_id):
 @pytest.mark.slow
 @no_warp
 def test_a_resumed_hopper_has_the_bits_of_a_whole_one(tmp_path):
-    base = SMALL.replace("Pendulum-v1", "Hopper-v4")
-    whole = train(tmp_path / "whole", f"--total-timesteps {6 * STEPS}", base)
-    train(tmp_path / "parts", "", base)
-    argv = ["--resume", str(tmp_path / "parts"), "--total-timesteps", str(6 * STEPS)]
-    script.train(script.parse_args(argv))
-    resumed = script.load_checkpoint(tmp_path / "parts")
+    flags = "--env-id Hopper-v4 --num-envs 16 --update-epochs 2"  # four times as many steps
+    whole = train(NAME, tmp_path / "whole", flags, 24)
+    train(NAME, tmp_path / "parts", flags, 12)
+    resumed = resume(NAME, tmp_path / "parts", f"--total-timesteps {24 * STEPS[NAME]}")
     for name in ("agent", "adam", "envs", "rollout", "returns", "lengths", "rng"):
         assert_same(resumed[name], whole[name])
 
@@ -304,5 +278,5 @@ def test_a_resumed_hopper_has_the_bits_of_a_whole_one(tmp_path):
 @no_warp
 def test_half_cheetah_on_warp_improves(tmp_path):
     flags = "--env-id HalfCheetah-v4 --num-envs 64 --num-steps 64 --hidden 64 64 --no-cuda"
-    folder = script.train(small(f"{flags} --total-timesteps 300000 --run-dir {tmp_path}", ""))
-    assert np.mean(returns(folder)[-64:]) > np.mean(returns(folder)[:64]) + 300
+    script.train(parse(NAME, f"{flags} --total-timesteps 300000 --run-dir {tmp_path}"))
+    assert np.mean(returns(tmp_path)[-64:]) > np.mean(returns(tmp_path)[:64]) + 300

@@ -3,12 +3,13 @@ weights, whole episodes, budgets. Updates are in algorithms/test_kl_adaptive.py.
 
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import gymnasium as gym
 import numpy as np
 import pytest
+import scripts
 import torch
 from gymnasium import spaces
 from program import rows, scalars
@@ -16,39 +17,8 @@ from program import rows, scalars
 import ppo_kl_adaptive as script
 from ppo_kl_adaptive import Agent, Args, Batch, Gaussian, Rollout, Servo
 
-LINE = spaces.Box(-np.inf, np.inf, (1,))
 
-
-class Clock(gym.Env):
-    """Pays 1 a step and observes (k, steps so far). Episodes have `length` steps or, if that is 0,
-    1 to 50 of them. It demands what an environment may demand, and keeps actions."""
-
-    observation_space = spaces.Box(-np.inf, np.inf, (2,))
-
-    def __init__(self, action_space=LINE, length=0):
-        self.action_space, self.given, self.over, self.taken = action_space, length, True, []
-
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        self.over, self.obs = False, np.array([self.np_random.normal(), 0])
-        self.length = self.given or self.np_random.integers(1, 51)
-        return self.obs.copy(), {}
-
-    def step(self, action):
-        assert not self.over, "stepped beyond the end"
-        assert self.action_space.contains(action), action
-        self.taken.append(np.array(action))
-        self.obs[1] += 1
-        self.over = bool(self.obs[1] == self.length)
-        return self.obs.copy(), 1.0, self.over, False, {}
-
-
-gym.register("Drawn-v0", Clock)
-gym.register("Limit4-v0", Clock, kwargs={"length": 9}, max_episode_steps=4)
-gym.register("Choice-v0", Clock, kwargs={"action_space": spaces.Discrete(3, start=5)})
-
-
-def make_agent(obs_dim=3, actions=2, discrete=False, **args) -> tuple[Agent, Args]:
+def make_agent(obs_dim=3, actions=2, discrete=False, **args) -> Agent:
     torch.manual_seed(0)
     box = spaces.Box(-1.0, 1.0, (actions,), np.float32)
     problem = SimpleNamespace(
@@ -57,11 +27,11 @@ def make_agent(obs_dim=3, actions=2, discrete=False, **args) -> tuple[Agent, Arg
     )
     agent = Agent(problem, Args(**args))
     agent.policy_adam, agent.value_adam = script.optimizers(agent)
-    return agent, Args(**args)
+    return agent
 
 
 def servo(preset="coady", **numbers) -> Servo:
-    return dataclasses.replace(make_agent(servo=preset)[0].servo, **numbers)
+    return dataclasses.replace(make_agent(servo=preset).servo, **numbers)
 
 
 # --- golden numbers -------------------------------------------------------------------------------
@@ -159,7 +129,7 @@ def test_schulmans_beta_has_a_floor_and_the_rates_own_servo_two_limits():
     kinds = {"coady": (1.0, 0.003), "schulman": (1.0, 0.01), "learning-rate": (0.0, 0.01)}
     for kind, numbers in kinds.items():
         assert (servo(kind).beta, servo(kind).kl_targ) == numbers
-        given = make_agent(servo=kind, beta=0.0, kl_targ=0.03)[0].servo  # 0 is a number
+        given = make_agent(servo=kind, beta=0.0, kl_targ=0.03).servo  # 0 is a number
         assert (given.beta, given.kl_targ) == (0.0, 0.03)
     assert [servo(kind).early_stop for kind in kinds] == [4.0, math.inf, math.inf]
 
@@ -184,7 +154,7 @@ def count(net) -> int:
 @pytest.mark.parametrize("env", SIZES)
 def test_sizes_rates_entropy_and_weights(env):
     inputs, actions, hidden, rate, speed, number, entropy, *value = SIZES[env]
-    agent, _ = make_agent(inputs - 1, actions)
+    agent = make_agent(inputs - 1, actions)
     assert tuple(layer.out_features for layer in layers(agent.actor)) == (*hidden, actions)
     assert agent.policy_adam.defaults["lr"] == pytest.approx(rate, rel=1e-3)
     assert agent.policy_adam.param_groups[1]["speed"] == speed
@@ -199,14 +169,14 @@ def test_sizes_rates_entropy_and_weights(env):
         error = 4 / (2 * scaled.numel()) ** 0.5
         assert scaled.std(correction=0).item() == pytest.approx(1.0, abs=max(error, 0.01))
     assert (agent.actor[2].weight * agent.actor[2].in_features ** 0.5).abs().max() > 3.0
-    agent, _ = make_agent(11, 3, hid1_mult=3, policy_logvar=-2.0)  # as given
+    agent = make_agent(11, 3, hid1_mult=3, policy_logvar=-2.0)  # as given
     assert [layer.out_features for layer in layers(agent.actor)] == [36, 32, 30, 3]
     assert agent.actor_logvar.tolist() == [-2.0] * 3
 
 
 @pytest.mark.parametrize("discrete", [False, True])
 def test_act_draws_from_the_policy(discrete):
-    agent, _ = make_agent(actions=4, discrete=discrete, policy_logvar=0.7)
+    agent = make_agent(actions=4, discrete=discrete, policy_logvar=0.7)
     agent.obs_moments.update(np.random.default_rng(0).normal(1.0, 2.0, (99, 3)))
     with torch.no_grad():
         for p in agent.actor.parameters():
@@ -229,7 +199,7 @@ def test_act_draws_from_the_policy(discrete):
 
 
 # --- whole episodes -------------------------------------------------------------------------------
-def start(env_id="Drawn-v0", num_envs=1):
+def start(env_id="toys:Clock-v0", num_envs=1):
     """An agent, its environments, and what a rollout needs of a run."""
     args = Args(env_id=env_id, num_envs=num_envs)
     envs = script.make_envs(args, num_envs, {})
@@ -255,12 +225,12 @@ def test_exactly_b_whole_episodes(num_envs):
             lengths.append(n)
         steps += data.valid.sum()
         assert data.rewards.sum() == data.valid.sum() and (data.rewards[~data.valid] == 0).all()
-    assert steps == sum(lengths) == sum(len(env.unwrapped.taken) for env in envs.envs)
+    assert steps == sum(lengths) == sum(len(env.unwrapped.actions) for env in envs.envs)
     numbers = [number for number, *_ in run.episodes]
     assert sum(numbers) == 640 and [x + 1 for x in envs.episode_numbers] == numbers
     # the first b to end, of more side by side, would be shorter
     assert np.mean(lengths) == pytest.approx(25.5, abs=3.5 * np.std(np.arange(1, 51)) / 640**0.5)
-    agent, envs, run, _ = start("Limit4-v0", num_envs)  # a time limit is told from an end
+    agent, envs, run, _ = start("toys:Limit4-v0", num_envs)  # a time limit is told from an end
     data = script.rollout(agent, envs, run, 3)
     assert data.truncated.sum() == 3 and not data.terminated.any()
     assert (data.obs[1:][data.truncated][:, 1] == 4).all()
@@ -274,8 +244,7 @@ SMALL = (
 )
 
 
-def parse(flags: str) -> Args:
-    return script.parse_args(flags.split())
+parse = partial(scripts.parse, "ppo_kl_adaptive")
 
 
 def train(folder: Path, flags: str) -> dict:
@@ -284,8 +253,7 @@ def train(folder: Path, flags: str) -> dict:
 
 
 def test_budgets_and_what_a_resumed_run_takes_from_its_flags(tmp_path, monkeypatch):
-    """Rates and target; beta and the multiplier are the run's. The warm-up sets the first scale and
-    counts for nothing."""
+    """Rates and target; beta and the multiplier are the run's. The warm-up only sets the scale."""
     folder, seen, plain = tmp_path / "run", [], script.rollout
 
     def rollout(agent, envs, run, num_episodes):
@@ -293,9 +261,8 @@ def test_budgets_and_what_a_resumed_run_takes_from_its_flags(tmp_path, monkeypat
             seen.append((num_episodes, agent.obs_moments.count.item()))
         return plain(agent, envs, run, num_episodes)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(script, "rollout", rollout)
-        first = train(folder, "-n 20 --num-envs 2")
+    monkeypatch.setattr(script, "rollout", rollout)
+    first = train(folder, "-n 20 --num-envs 2")
     assert seen[0] == (5, 0) and seen[1][0] == 5 and len(seen) == 2
     assert first["agent"]["obs_moments.count"] == seen[1][1] + first["global_step"]
     assert seen[1][1] > 5 * 8

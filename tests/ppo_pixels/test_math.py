@@ -2,7 +2,6 @@
 policies. Its updates are in algorithms/test_mixed.py."""
 
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 
 import envpool
@@ -11,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from program import Toy, assert_same, rows, scalars
+from program import Toy, assert_same, returns, rows, scalars
+from scripts import evaluate, train
 
 import ppo_lstm
 import ppo_pixels
@@ -203,16 +203,13 @@ def test_a_held_action_shows_the_last_image(script, monkeypatch):
     class Dusk(gym.Env):
         observation_space, action_space = image(36, 36, 1), spaces.Discrete(2)
 
-        def look(self):
-            return np.full((36, 36, 1), 200 - self.t, np.uint8)
-
         def reset(self, seed=None, options=None):
-            self.t = 0
-            return self.look(), {}
+            self.look = np.full((36, 36, 1), 200, np.uint8)
+            return self.look, {}
 
         def step(self, action):
-            self.t += 1
-            return self.look(), 1.0, False, False, {}
+            self.look = self.look - np.uint8(1)
+            return self.look, 1.0, False, False, {}
 
     monkeypatch.setattr(script, "make_env", lambda *_, **__: Dusk())
     envs = script.make_envs(script.Args(action_repeat=3), 1, {})
@@ -245,10 +242,6 @@ def test_atari_shows_the_brighter_of_two_frames_and_counts_every_reward():
 
 
 # --- runs -----------------------------------------------------------------------------------------
-SMALL = "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 2 --num-threads 1"
-SMALL += " --no-cuda --total-timesteps 64"
-
-
 class Kinds(gym.Env):
     """Observations drawn from any space, the last action's sum in every reward; episodes of 7 to 11
     steps, whose end is a termination if their length is even."""
@@ -278,17 +271,9 @@ class Kinds(gym.Env):
         return obs, total + self.t, over and even, over and not even, {}
 
 
-KINDS = "PixelsKinds-v0"
-gym.register(KINDS, Kinds)
-
-
-def train(folder: Path, flags: str = "", env_id: str = KINDS) -> Path:
-    flags = f"--env-id {env_id} --run-dir {folder} {SMALL} {flags}"
-    return ppo_pixels.train(ppo_pixels.parse_args(flags.split()))
-
-
-def checkpoint(folder: Path) -> dict:
-    return torch.load(folder / "checkpoint.pt", weights_only=True)
+gym.register("Kinds-v0", Kinds)
+STEPS_OF_16 = "--num-steps 16 --total-timesteps 64"
+KINDS = f"--env-id Kinds-v0 {STEPS_OF_16}"
 
 
 # --- EnvPool --------------------------------------------------------------------------------------
@@ -306,8 +291,8 @@ def test_scores_and_stacks_of_whole_games(script, tmp_path, monkeypatch):
         return {}
 
     monkeypatch.setattr(script, "update", update)
-    more = f"{SMALL} --no-scale-rewards --frame-stack 2 --run-dir {tmp_path / 'run'}"
-    folder = script.train(script.parse_args(f"--env-id envpool:Pong-v5 {more}".split()))
+    flags, folder = "--env-id envpool:Pong-v5 --no-scale-rewards --frame-stack 2", tmp_path / "run"
+    train(script.__name__, folder, f"{flags} {STEPS_OF_16}")
     (data, _) = rollouts
     older, newer = data.obs["obs"].numpy().reshape(17, 2, -1, 2, 4).transpose(3, 0, 1, 2, 4)
     for t, i in np.ndindex(16, 2):
@@ -330,8 +315,8 @@ def test_scores_and_stacks_of_whole_games(script, tmp_path, monkeypatch):
             return step(agent, obs, state, noise)
 
         monkeypatch.setattr(ppo_lstm.Agent, "step", spy)
-    play = f"--evaluate {folder} --eval-episodes 3"
-    assert script.evaluate(script.parse_args(play.split())) == [score for score, _ in games]
+    played = evaluate(script.__name__, folder, "--env-id envpool:Pong-v5")
+    assert played == [score for score, _ in games]
     if script is ppo_lstm:  # cleared after the row that follows a lost life
         assert remembers[:10] == [False, True, True, True] * 2 + [False, True]
 
@@ -359,7 +344,8 @@ def test_levels_that_are_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(ppo_pixels, "update", lambda *_: {})
     flags = '--env-kwargs {"num_levels":3,"start_level":5} --eval-env-kwargs {"num_levels":0}'
     flags += " --encoder small --num-steps 128 --total-timesteps 256 --eval-interval 1"
-    train(tmp_path / "run", f"{flags} --eval-episodes 4", "envpool:LeaperEasy-v0")
+    flags += " --eval-episodes 4 --env-id envpool:LeaperEasy-v0"
+    train("ppo_pixels", tmp_path / "run", flags)
     assert levels[2] == {5, 6, 7}
     assert len(levels[4]) >= 4 and min(levels[4]) > 7
     assert len(rewards) > 4 and not any(rewards)
@@ -368,18 +354,19 @@ def test_levels_that_are_asked_for(tmp_path, monkeypatch):
 def test_evaluation_during_training(tmp_path):
     """Of other environments; the training is the same."""
     flags = '--eval-env-kwargs {"plus":1000.0,"max_episode_steps":10} --max-episode-steps 3'
-    folder = train(tmp_path / "run", f"{flags} --eval-interval 2 --eval-episodes 3")
-    ((step, score),) = scalars(folder)["charts/test_return"]
+    more = f"{KINDS} {flags} --eval-interval 2 --eval-episodes 3"
+    final = train("ppo_pixels", tmp_path / "run", more)
+    ((step, score),) = scalars(tmp_path / "run")["charts/test_return"]
     assert 7_000 < score < 12_000
-    assert step == checkpoint(folder)["global_step"]
-    without = train(tmp_path / "without", "--max-episode-steps 3")
-    assert_same(checkpoint(folder)["agent"], checkpoint(without)["agent"])
+    assert step == final["global_step"]
+    without = train("ppo_pixels", tmp_path / "without", f"{KINDS} --max-episode-steps 3")
+    assert_same(final["agent"], without["agent"])
 
 
 # --- saved policies -------------------------------------------------------------------------------
 def test_a_saved_policy_acts_as_it_did(tmp_path):
-    folder = train(tmp_path / "run", "--frame-stack 2 --grayscale --resize 16x16")
-    (agent, args), env = ppo_pixels.load(folder), gym.make(KINDS)
+    train("ppo_pixels", tmp_path, f"{KINDS} --frame-stack 2 --grayscale --resize 16x16")
+    (agent, args), env = ppo_pixels.load(tmp_path), gym.make("Kinds-v0")
     envs = ppo_pixels.Envs(args, range(1), [])
     raw, _ = env.reset(seed=ppo_pixels.episode_seed(args.seed, 0, 0))
     obs = agent.codec.read(raw)
@@ -399,23 +386,23 @@ def test_a_saved_policy_acts_as_it_did(tmp_path):
 
 @pytest.mark.slow
 def test_compiled_is_the_same_to_rounding(tmp_path):
-    eager = checkpoint(train(tmp_path / "eager"))["agent"]
-    compiled = checkpoint(train(tmp_path / "compiled", "--compile"))["agent"]
+    eager, compiled, half = (
+        train("ppo_pixels", tmp_path / f"{k}", f"{KINDS} --update-epochs 2 {flag}")["agent"]
+        for k, flag in enumerate(("", "--compile", "--bf16"))
+    )
     for name, x in eager.items():
         torch.testing.assert_close(compiled[name], x, rtol=1e-2, atol=1e-3)
-    half = checkpoint(train(tmp_path / "half", "--bf16"))["agent"]
     assert all(x.isfinite().all() for x in half.values())
 
 
 @pytest.mark.slow
 def test_it_learns(tmp_path):
     """A picture, a number, a choice and a distance: random play gets 2 of 20."""
-    flags = (
-        "--num-envs 16 --num-steps 64 --num-minibatches 4 --update-epochs 4 --learning-rate 1e-3"
-    )
-    flags += " --log-std-init -0.5 --total-timesteps 16384"
-    folder = train(tmp_path / "run", flags, "benchmark.published.gates:Gates-v0")
-    scores = [float(score) for _, score, _ in rows(folder)[1:]]
+    env_id = "--env-id benchmark.published.gates:Gates-v0"
+    flags = "--num-steps 64 --num-minibatches 4 --update-epochs 4 --learning-rate 1e-3"
+    flags += f" --num-envs 16 --log-std-init -0.5 --total-timesteps 16384 {env_id}"
+    train("ppo_pixels", tmp_path / "run", flags)
+    scores = returns(tmp_path / "run")
     assert np.mean(scores[:50]) < 4 < np.mean(scores[-50:])
-    play = f"--evaluate {folder} --env-id benchmark.published.gates:Gates-v0"
-    assert np.mean(ppo_pixels.evaluate(ppo_pixels.parse_args(play.split()))) > 16
+    played = evaluate("ppo_pixels", tmp_path / "run", f"{env_id} --eval-episodes 10")
+    assert np.mean(played) > 16
