@@ -74,21 +74,15 @@ def test_updates(monkeypatch, name):
         ppo.outputs = lambda p, numbers, obs=obs, actions=actions: [
             policy(p, obs[n // N, n % N], actions[n // N, n % N]) for n in numbers
         ]
-        rows, next_values = {}, {}
-        for t, i in np.ndindex(T, N):
+        rows, by = {}, args.gamma * args.gae_lambda
+        for t, i in reversed([*np.ndindex(T, N)]):
             with torch.no_grad():
-                logprob, _, value = policy(ppo.p, obs[t, i], actions[t, i])
-                _, _, next_value = policy(ppo.p, next_obs[t, i], actions[t, i])
-            rows[t, i] = Row(float(logprob), float(value), 0.0, 0.0)
-            next_values[t, i] = 0.0 if terminated[t, i] else float(next_value)
-        for (t, i), row in rows.items():
-            for k in range(t, T):  # equation 16, with V of next_obs
-                delta = float(scaled[k, i]) + args.gamma * next_values[k, i] - rows[k, i].value
-                row.advantage += (args.gamma * args.gae_lambda) ** (k - t) * delta
-                if terminated[k, i] or truncated[k, i]:
-                    break
-            row.target = row.advantage + row.value
-        rows = {t * N + i: row for (t, i), row in rows.items()}
+                logprob, value = map(float, policy(ppo.p, obs[t, i], actions[t, i])[::2])
+                after = float(policy(ppo.p, next_obs[t, i], actions[t, i])[2])
+            gain = float(scaled[t, i]) + args.gamma * after * (not terminated[t, i]) - value
+            if t + 1 < T and not terminated[t, i] and not truncated[t, i]:
+                gain += by * rows[(t + 1) * N + i].advantage  # equation 16, with V of next_obs
+            rows[t * N + i] = Row(logprob, value, gain, gain + value)
         flags = torch.as_tensor(terminated), torch.as_tensor(truncated)
         data = module.Rollout(obs, next_obs, actions, rewards, *flags, discounted)
         orders.clear()

@@ -157,6 +157,14 @@ def test_seeds_of_games_in_turns_fit_into_31_bits(monkeypatch):
     assert seeds == [x % 2**31 for x in wide] != wide
 
 
+VECTOR, CHOICE = Box(0, 1, (3,)), Discrete(3)
+
+
+def roles(space=VECTOR, action=CHOICE, other=None):
+    spaces = Dict({"a": space, "b": space}), Dict({"a": action, "b": other or action})
+    return script.Roles(*spaces, Args(agent_id=False))
+
+
 def test_boxes_are_scaled_clipped_and_cut_to_each_agents_size():
     envs = make_envs("agents_toy:drift")  # boxes from -2 to 4
     act = envs.roles.env_action
@@ -166,19 +174,12 @@ def test_boxes_are_scaled_clipped_and_cut_to_each_agents_size():
     assert act("drone_0", np.float32([0, 0.5])).dtype == np.float32
     assert envs.obs[0, 1, 3:].tolist() == [0, 1, 1, 0, 1, 0]  # number, dimensions, there
     high = np.full(2, np.finfo(np.float32).max)  # a Box as large as its type has no bounds
-    boxes = Dict({"a": Box(-high, high), "b": Box(-2.0, 2.0, (2,))})
-    roles = script.Roles(Dict({"a": Box(0, 1, (1,)), "b": Box(0, 1, (1,))}), boxes, Args())
-    assert roles.env_action("a", np.float32([0.5, -3.0])).tolist() == [0.5, -3.0]
-    assert roles.env_action("b", np.float32([0.5, -3.0])).tolist() == [1.0, -2.0]
+    act = roles(action=Box(-high, high), other=Box(-2.0, 2.0, (2,))).env_action
+    assert act("a", np.float32([0.5, -3.0])).tolist() == [0.5, -3.0]
+    assert act("b", np.float32([0.5, -3.0])).tolist() == [1.0, -2.0]
 
 
 def test_masks_and_spaces():
-    def roles(space=None, action=None, other=None):
-        space = space or Box(0, 1, (3,))
-        action = action or Discrete(3)
-        spaces = Dict({"a": space, "b": space}), Dict({"a": action, "b": other or action})
-        return script.Roles(*spaces, Args(agent_id=False))
-
     nested = roles(Dict(action_mask=Box(0, 1, (3,)), goal=Discrete(2), x=Box(0, 1, (1,))))
     observation = {"x": np.float32([0.5]), "goal": 1, "action_mask": np.array([0, 1, 1])}
     assert nested.row("b", observation, {}).tolist() == [0, 1, 0.5, 0, 1, 1, 1, 0]
