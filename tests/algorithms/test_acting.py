@@ -71,6 +71,7 @@ def test_rollouts(script, tmp_path):
         return h, h, torch.cat([h, c]).detach().float()
 
     run = module.Run(args, {})
+    assert run.bar.total == args.total_timesteps
     for iteration in range(2):
         noise = np.asarray(copy.deepcopy(agent).noise(T, N))
         if script == "ppo_lstm":

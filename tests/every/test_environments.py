@@ -279,7 +279,7 @@ def test_a_simulator_may_go_to_its_own_folder(script, tmp_path, monkeypatch):
         assert len(evaluate(script, folder.relative_to(work))) == 3
 
 
-THREADS = [(script, 2) for script in PARALLEL]
+THREADS = [(script, 2) for script in (*PARALLEL, "ppo_continuous_action_warp")]
 THREADS += [(script, 0) for script in ("ppo_pixels", "ppo_lstm", "ppo_atari_multigpu")]
 
 
@@ -426,6 +426,10 @@ def test_envpools_vector_is_trained_on_played_and_resumed(script, env_id, tmp_pa
             one = {k: v[i] for k, v in obs.items()} if isinstance(obs, dict) else obs[i]
             np.testing.assert_allclose(self.obs[i], spaces.flatten(space, one), rtol=1e-6)
 
+    scale, discounted = module.scale_rewards, []
+    monkeypatch.setattr(
+        module, "scale_rewards", lambda x, *more: discounted.append(x.discounted) or scale(x, *more)
+    )
     monkeypatch.setattr(module.PoolEnvs, "__init__", spy)
     monkeypatch.setattr(gym, "make", None)  # not a gymnasium environment of that name
     flags = f"--env-id envpool:{env_id} --num-envs 3 --num-steps 16 --env-workers 2"
@@ -436,6 +440,7 @@ def test_envpools_vector_is_trained_on_played_and_resumed(script, env_id, tmp_pa
     args = module.parse_args(["--evaluate", str(tmp_path / "run"), "--eval-episodes", "1"])
     assert np.isfinite(module.evaluate(args)).all()
     assert [(n, start) for n, start, _ in made if n == 3] == [(3, 0), (3, 2)]
+    assert not discounted[0].any() and discounted[1].all() and not discounted[2].any()
     first, resumed = (obs for n, _, obs in made if n == 3)
     assert len({tuple(row) for row in np.concatenate([first, resumed])}) == 6
 
@@ -503,3 +508,17 @@ def test_observations_of_another_shape_are_played_again(script, tmp_path, monkey
     assert_same(dict(odd["agent"]), dict(plain["agent"]))
     resumed = resume(script, tmp_path / "odd", "--total-timesteps 200")
     assert resumed["iteration"] > odd["iteration"]
+
+
+@pytest.mark.parametrize("script", ["ppo", "ppo_continuous_action", "ppo_pixels", "ppo_lstm"])
+def test_a_long_replay_has_a_bar(script, capsys):
+    """Of the steps of an endless episode, when a run is resumed."""
+
+    class Actions(list):
+        __iter__ = lambda _: iter(())  # noqa: E731
+
+    module = importlib.import_module(script)
+    args = module.Args(env_id="CartPole-v1" if script == "ppo" else "Pendulum-v1")
+    for length in (99_999, 100_000):
+        module.Envs(args, range(1), [(0, 0.0, Actions([0] * length))]).close()
+        assert ("replay:" in capsys.readouterr().err) == (length == 100_000)

@@ -178,15 +178,15 @@ def test_a_run_of_two_processes_goes_on_with_one(pair, toys, tmp_path):
 
 # --- environments and acting ----------------------------------------------------------------------
 def test_no_two_games_are_alike(toys):
-    """Of two seeds, two processes each, resumed once."""
+    """Of two seeds, two processes each, resumed once. EnvPool ends episodes and clips rewards."""
     for seed, start, columns in np.ndindex(2, 2, 2):
         columns = slice(4 * columns, 4 * columns + 4)
         script.Envs(Args(seed=seed, env_id="ALE/Pong-v5"), columns, 7 * start)
     seeds = [seed for made in toys for seed in made["seed"]]
     assert len(set(seeds)) == len(seeds) == 2 * 2 * 8
-    assert {(made["name"], made["repeat_action_probability"]) for made in toys} == {
-        ("Pong-v5", 0.25)
-    }
+    options = {"name": "Pong-v5", "repeat_action_probability": 0.25}
+    options |= {"episodic_life": True, "reward_clip": True}
+    assert all(made.items() >= options.items() for made in toys)
 
 
 def test_a_real_game_and_its_score():
@@ -229,6 +229,14 @@ def test_actions_do_not_depend_on_the_number_of_processes(toys, monkeypatch):
         drawn.append(script.rollout(*players(args, columns), run, args).actions)
     assert torch.equal(drawn[0], torch.cat(drawn[1:], dim=1))
     assert len({tuple(column) for column in drawn[0].T.tolist()}) > 4
+
+
+def test_a_layer_that_is_frozen_later_stays():
+    agent, data = new_agent(args := small()), noise_rollout(small().num_steps, 4)
+    script.update(agent, data, args, 0)
+    before = agent.critic.weight.requires_grad_(False).clone()
+    script.update(agent, data, args, 1)
+    assert torch.equal(agent.critic.weight, before)
 
 
 # --- the network ----------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ def test_unit_rows_and_centred_pre_activations(net):
     mlp.center(x)
     for layer in range(3):
         assert mlp(x, layer).mean(dim=0).abs().max() < 1e-5 * mlp(x, layer).abs().max()
+    assert make_agent(11, [-1], [1], gamma=0.0)[0].time_unit == 0.0  # a bandit sees no time
     for mode, number in (("ppo-cma", 60_501), ("ppo", 41_045)):  # as the original's
         agent, _ = make_agent(11, [-1] * 3, [1] * 3, mode=mode)
         assert sum(p.numel() for p in agent.parameters()) == number

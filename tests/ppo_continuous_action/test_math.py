@@ -20,6 +20,7 @@ import ppo
 import ppo_continuous_action
 import ppo_continuous_action_warp as warp
 
+numbers = pytest.mark.parametrize("script", [ppo_continuous_action, warp], ids=lambda x: x.__name__)
 both = pytest.mark.parametrize("script", [ppo, ppo_continuous_action], ids=lambda x: x.__name__)
 
 
@@ -58,16 +59,17 @@ def test_initial_policy_and_networks(script):
     torch.testing.assert_close(entropy, torch.full((100,), expected), atol=1e-3, rtol=0)
 
 
-def test_samples_are_of_the_policy():
+@numbers
+def test_samples_are_of_the_policy(script):
     """In torch and in numpy, in a box that is neither centred nor of unit size."""
-    _, agent = set_up(ppo_continuous_action, spaces.Box(np.float32([-2, 0]), np.float32([4, 1])))
+    _, agent = set_up(script, spaces.Box(np.float32([-2, 0]), np.float32([4, 1])))
     agent.obs_moments.update(np.random.default_rng(0).normal(3.0, 2.0, (99, 3)))
     obs, unit = torch.randn(5, 3), torch.tensor([3.0, 0.5])
     mean = torch.tensor([1.0, 0.5]) + unit * agent.actor_mean(agent.normalize(obs))
     std = agent.actor_logstd.exp() * unit
     many = obs.repeat(4000, 1)
     noise = agent.noise(20_000)
-    for drawn in (agent.get_action_and_value(many)[0], torch.tensor(agent.act(many, noise))):
+    for drawn in (agent.get_action_and_value(many)[0], torch.as_tensor(agent.act(many, noise))):
         z = ((drawn.view(4000, 5, 2) - mean) / std).detach()
         assert z.mean(0).abs().max() < 0.08 and (z.std(0) - 1).abs().max() < 0.06
     drawn, logprob, entropy, _ = agent.get_action_and_value(obs)
@@ -76,7 +78,8 @@ def test_samples_are_of_the_policy():
     torch.testing.assert_close(entropy, normal.entropy().sum(-1))
 
 
-def test_the_unit_of_actions():
+@numbers
+def test_the_unit_of_actions(script):
     """Half the box; 1 where it has no end, an infinite width or none."""
     most = float(np.finfo(np.float32).max)
     for box, origin, unit, scale in (
@@ -86,7 +89,7 @@ def test_the_unit_of_actions():
         (spaces.Box(-most, most, (2,)), [0, 0], [1, 1], True),
         (spaces.Box(np.float32([-1, 2]), np.float32([3, 2])), [1, 2], [2, 1], True),
     ):
-        _, agent = set_up(ppo_continuous_action, box, scale_actions=scale)
+        _, agent = set_up(script, box, scale_actions=scale)
         assert (agent.action_bias.tolist(), agent.action_scale.tolist()) == (origin, unit)
 
 
