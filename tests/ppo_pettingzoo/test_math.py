@@ -324,8 +324,8 @@ def test_a_player_of_images_learns_who_it_is_and_beats_random(tmp_path, capsys):
     flags = f"{flags} --total-timesteps 3072 --eval-interval 6 --eval-episodes 40"
     script.train(parse(f"{flags} --run-dir {tmp_path / 'run'}"))
     points = scalars(tmp_path / "run", timed=True)
-    (_, _), (_, rate) = points["charts/win_rate_random"]  # after 6 and 12 iterations
-    assert rate > 0.9
+    (first, _), (last, rate) = points["charts/win_rate_random"]
+    assert [first, last] == [step for step, _ in points["charts/SPS"]][5::6] and rate > 0.9
     assert points["charts/win_rate_past"][0][1] == pytest.approx(0.5, abs=0.2)  # against itself
     play = f"--evaluate {tmp_path / 'run'} --env-id agents_toy:duel --eval-episodes 40 --against"
     capsys.readouterr()
