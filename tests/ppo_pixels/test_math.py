@@ -99,7 +99,7 @@ def test_nested_observations():
     one = codec(space)
     assert one.shapes == {"obs/a_b/speed": (4,), "obs/b/0": (36, 40, 3), "obs/b/1": (3,)}
     assert one.description.endswith("; not obs/a_b/text")
-    sample = space.sample()
+    sample = space.sample() | {"action_mask": np.array([0, 1, 1])}  # one of zeros is none
     obs = one.read(sample)
     assert np.array_equal(obs["obs/b/0"][0], sample["b"][0])
     assert obs["obs/b/1"].tolist() == [np.eye(3)[sample["b"][1]].tolist()]
