@@ -786,7 +786,7 @@ class Run(contextlib.AbstractContextManager):
             print(f"{self.folder} is not locked: {error}", file=sys.stderr)
         if not args.resume and (self.folder / "checkpoint.pt").exists():
             fail(f"a run is there: --resume {shlex.quote(str(self.folder))} goes on with it")
-        self.csv.truncate(min(checkpoint.get("csv_size", 0), self.csv.tell()))  # rows come again
+        self.csv.truncate(min(checkpoint.get("csv_size", 0), self.csv.tell()))  # to the checkpoint
         if self.csv.seek(0, os.SEEK_END) == 0:
             self.csv.write("global_step,seconds,return,length\n")
         self.wandb = None

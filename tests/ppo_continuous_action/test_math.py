@@ -20,7 +20,7 @@ import ppo
 import ppo_continuous_action
 import ppo_continuous_action_warp as warp
 
-numbers = pytest.mark.parametrize("script", [ppo_continuous_action, warp], ids=lambda x: x.__name__)
+boxes = pytest.mark.parametrize("script", [ppo_continuous_action, warp], ids=lambda x: x.__name__)
 both = pytest.mark.parametrize("script", [ppo, ppo_continuous_action], ids=lambda x: x.__name__)
 
 
@@ -59,7 +59,7 @@ def test_initial_policy_and_networks(script):
     torch.testing.assert_close(entropy, torch.full((100,), expected), atol=1e-3, rtol=0)
 
 
-@numbers
+@boxes
 def test_samples_are_of_the_policy(script):
     """In torch and in numpy, in a box that is neither centred nor of unit size."""
     _, agent = set_up(script, spaces.Box(np.float32([-2, 0]), np.float32([4, 1])))
@@ -78,7 +78,7 @@ def test_samples_are_of_the_policy(script):
     torch.testing.assert_close(entropy, normal.entropy().sum(-1))
 
 
-@numbers
+@boxes
 def test_the_unit_of_actions(script):
     """Half the box; 1 where it has no end, an infinite width or none."""
     most = float(np.finfo(np.float32).max)
